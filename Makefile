@@ -1,0 +1,70 @@
+# make demo          install, build the weights, serve, ask, hear the answer in reply.wav
+# make serve         the same server, until Ctrl-C
+# make test          everything that must pass
+# make setup weights lint format clean
+#
+# PYTHON, VENV           the interpreter to use, and where to install
+# TORCH_INDEX            an index to install torch from, where the usual one gives CUDA builds
+# PIPELINE               for demo and serve
+# PROMPT, AUDIO, OUT     for demo: the question, typed or spoken, and the file for the answer
+# ARGS                   for serve and for pytest
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+PIPELINE ?= smoltalk
+OUT ?= reply.wav
+PROMPT ?=
+AUDIO ?=
+ARGS ?=
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install -qq --disable-pip-version-check -c requirements.lock
+SERVE_READY := $(VENV)/.installed-serve
+TEST_READY := $(VENV)/.installed-test
+SOURCES := backends client tests build
+
+.PHONY: demo serve test setup weights lint format clean
+.DEFAULT_GOAL := demo
+
+demo: $(SERVE_READY) weights
+	@$(BIN)/python build/demo.py --pipeline '$(PIPELINE)' --prompt "$$PROMPT" --audio "$$AUDIO" --out "$$OUT"
+export PROMPT AUDIO OUT
+
+serve: $(SERVE_READY) weights
+	@$(BIN)/tritone serve $(PIPELINE) $(ARGS)
+
+test: $(TEST_READY) weights lint
+	$(BIN)/python -m pytest $(ARGS)
+
+setup: $(SERVE_READY)
+
+weights: $(SERVE_READY)
+	@$(BIN)/python build/smoltalk.py
+
+lint: $(TEST_READY)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: $(TEST_READY)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 on this machine; install one or give PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(SERVE_READY): pyproject.toml requirements.lock | $(BIN)/python
+	$(if $(TORCH_INDEX),$(INSTALL) --index-url '$(TORCH_INDEX)' torch)
+	@echo 'installing into $(VENV), once; a few minutes'
+	$(INSTALL) -e '.[server,smoltalk]'
+	@touch $@
+
+$(TEST_READY): pyproject.toml requirements.lock | $(SERVE_READY)
+	$(INSTALL) -e '.[server,smoltalk,client,test,dev]'
+	@touch $@

@@ -1,0 +1,137 @@
+"""What a client receives: the responses of one request, streamed event by event or gathered into one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tritone import contract as c
+from tritone.audio import AudioEncoder, encode_audio, to_s16, base64_s16
+from tritone.ports import Array
+from tritone.request import Request
+
+FILE_FORMATS = ("wav", "flac", "opus")
+
+Send = Callable[[Mapping[str, Array], bool], None]  # output tensors by name, and whether they are the last
+
+
+class Answer:
+    """Builds the responses of one request; `send` takes each of them, the `done` one with final=True."""
+
+    def __init__(self, request: Request, sample_rate_hz: int | None, send: Send) -> None:
+        self._request = request
+        self._send = send
+        self._rate_hz = sample_rate_hz or 0
+        self._began_s = time.monotonic()
+        self._index = 0
+        self._offset = 0  # samples sent
+        self._texts: list[str] = []
+        self._text_tokens: list[int] = []
+        self._sounds: list[Array] = []  # float32, kept only for a whole answer
+        self._first_s: dict[str, float] = {}
+        self.finish_reasons: dict[str, str] = {}
+        encoded = request.stream and request.audio_format in FILE_FORMATS and "audio" in request.modalities
+        self._encoder = AudioEncoder(request.audio_format, self._rate_hz) if encoded else None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._first_s
+
+    @property
+    def audio_s(self) -> float:
+        return self._offset / self._rate_hz if self._rate_hz else 0.0
+
+    def text(self, delta: str, num_tokens: int = 0) -> None:
+        """A text delta: whole characters."""
+        self._first_s.setdefault("text", time.monotonic() - self._began_s)
+        if not self._request.stream:
+            self._texts.append(delta)
+            self._text_tokens.append(num_tokens)
+            return
+        tensors = {"text_output": c.TEXT_OUTPUT.pack(delta)}
+        if self._request.return_num_output_tokens:
+            tensors["num_output_tokens"] = c.NUM_OUTPUT_TOKENS.pack([num_tokens])
+        self._event("text", tensors)
+
+    def audio(self, samples: Array) -> None:
+        """Mono float32 [n] in [-1, 1], the next of the answer."""
+        if not len(samples):
+            return
+        self._first_s.setdefault("audio", time.monotonic() - self._began_s)
+        offset, self._offset = self._offset, self._offset + len(samples)
+        if not self._request.stream:
+            self._sounds.append(samples)
+            return
+        self._event("audio", self._sound(samples, offset))
+
+    def done(self, usage: Mapping[str, Any], stage_timings: Mapping[str, Any]) -> None:
+        """The last response: finish reasons, usage, seed and, if asked for, timings."""
+        info: dict[str, Any] = {
+            "usage": {**usage, "audio_s": round(self.audio_s, 6)},
+            "seed": self._request.seed,
+        }
+        if self._request.return_timings:
+            info["timings"] = {
+                **{
+                    f"{name}_s": round(at, 6)
+                    for name, at in zip(("ttft", "ttfp"), self._firsts(), strict=True)
+                    if at
+                },
+                "total_s": round(time.monotonic() - self._began_s, 6),
+                "stages": stage_timings,
+            }
+        tensors = {
+            "finish_reason": c.FINISH_REASON.pack(json.dumps(self.finish_reasons)),
+            "info": c.INFO.pack(json.dumps(info, ensure_ascii=False)),
+        }
+        if self._request.return_num_input_tokens:
+            tensors["num_input_tokens"] = c.NUM_INPUT_TOKENS.pack(usage.get("prompt_tokens", 0))
+        if not self._request.stream:
+            tensors["text_output"] = c.TEXT_OUTPUT.pack("".join(self._texts))
+            if self._request.return_num_output_tokens:
+                tensors["num_output_tokens"] = c.NUM_OUTPUT_TOKENS.pack([sum(self._text_tokens)])
+            if "audio" in self._request.modalities:
+                tensors.update(
+                    self._sound(np.concatenate([np.zeros(0, np.float32), *self._sounds]), 0, whole=True)
+                )
+        elif self._encoder is not None:
+            tail = self._encoder.finish()
+            if tail:
+                tensors.update(self._encoded(tail, self._offset))
+        self._event("done", tensors, final=True)
+
+    def _firsts(self) -> tuple[float | None, float | None]:
+        return self._first_s.get("text"), self._first_s.get("audio")
+
+    def _event(self, event: str, tensors: dict[str, Array], final: bool = False) -> None:
+        tensors.setdefault("text_output", c.TEXT_OUTPUT.pack(""))
+        tensors["event"] = c.EVENT.pack(event)
+        tensors["index"] = c.INDEX.pack(self._index)
+        self._index += 1
+        self._send(tensors, final)
+
+    def _sound(self, samples: Array, offset: int, whole: bool = False) -> dict[str, Array]:
+        match self._request.audio_format:
+            case "s16":
+                return {"audio_output": c.AUDIO_OUTPUT.pack(to_s16(samples)), **self._place(offset)}
+            case "f32":
+                return {"audio_f32": c.AUDIO_F32.pack(samples), **self._place(offset)}
+            case "s16_base64":
+                return self._encoded(base64_s16(samples), offset)
+        if whole:
+            return self._encoded(encode_audio(samples, self._rate_hz, self._request.audio_format), offset)
+        assert self._encoder is not None
+        return self._encoded(self._encoder.push(samples), offset)
+
+    def _encoded(self, data: str | bytes, offset: int) -> dict[str, Array]:
+        return {"audio_encoded": c.AUDIO_ENCODED.pack(data), **self._place(offset)}
+
+    def _place(self, offset: int) -> dict[str, Array]:
+        return {
+            "sample_rate": c.SAMPLE_RATE.pack(self._rate_hz),
+            "sample_offset": c.SAMPLE_OFFSET.pack(offset),
+        }

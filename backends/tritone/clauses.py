@@ -1,0 +1,179 @@
+"""Where a growing text is cut into clauses, each of which is spoken in one breath. Pure: no torch, no Triton.
+
+The first clause is short, so that speech starts soon; later ones are as long as their sentence allows, since
+a voice reads a whole sentence best and text comes faster than speech. What decides about a cut is the text up
+to it and the blanks behind it, so the clauses are the same however the text arrives. They concatenate to the
+text: a clause begins with the blanks that follow the one before.
+
+Made for languages that put blanks between words; other text is cut by the limit in characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+# With the marks around it; a dash inside a run of characters ends one.
+_WORD = re.compile(r"[^\s—]*—+|[^\s—]+")
+_BLANKS = re.compile(r"\s*")
+_OPENERS = "\"'“‘«([{*_`"
+_CLOSERS = "\"'”’»)]}*_`"
+_SENTENCE_MARKS = (".", "!", "?", "…")
+_CLAUSE_MARKS = (",", ";", ":", "—")
+_DASHES = ("-", "--", "–")
+_INITIALS = re.compile(r"(?:[^\W\d_]\.)+")  # J. U.S. e.g. p.m.
+_LIST_MARK = re.compile(r"(?:\d{1,3}|[^\W\d_])[.)]")  # 1. b)
+_ABBREVIATION_LIST = """
+    dr mr mrs ms prof st mt ft gen gov sen rep capt lt col sgt rev hon jr sr vs etc cf al approx nos vol fig
+    ch pp ed eds dept est inc ltd co corp ave blvd jan feb mar apr jun jul aug sep sept oct nov dec
+"""
+_ABBREVIATIONS = frozenset(_ABBREVIATION_LIST.split())
+# Words that lean on what follows: no clause without punctuation should end with one.
+_LEANING_LIST = """
+    a an the this that these those my your his her its our their of to in on at by for from with into over
+    under about as than and or but nor so if when while because which who whose is are was were be been am
+    will would can could should may might must do does did has have had not no very more most i we you he she
+    it they there
+"""
+_LEANING = frozenset(_LEANING_LIST.split())
+
+
+class _Break(IntEnum):
+    """How well a clause may end after a word."""
+
+    NONE = 0
+    CLAUSE = 1
+    SENTENCE = 2
+
+
+@dataclass(frozen=True)
+class ClauseLimits:
+    """Sizes in words that hold a letter or a digit."""
+
+    first_words: int = 6  # the first clause ends here, punctuation or not
+    first_clause_words: int = 2  # fewest before a comma that ends the first clause
+    sentence_words: int = 3  # fewest before a sentence end that ends a later clause
+    clause_words: int = 9  # fewest before a comma that ends a later clause
+    max_words: int = 28  # a later clause ends here, punctuation or not
+    max_characters: int = 240  # any clause does
+
+
+@dataclass(frozen=True)
+class _Word:
+    end: int  # index in the window after its last character
+    words: int  # of the clause up to here
+    rank: _Break
+    leaning: bool
+
+
+class ClauseCutter:
+    def __init__(self, limits: ClauseLimits | None = None) -> None:
+        self._limits = limits or ClauseLimits()
+        self._rest = ""
+        self._first = True
+
+    def push(self, text: str) -> list[str]:
+        """The clauses that `text` completes."""
+        self._rest += text
+        return self._cut(ended=False)
+
+    def finish(self) -> list[str]:
+        """The clauses of what is left; the text has ended."""
+        clauses = self._cut(ended=True)
+        rest, self._rest = self._rest, ""
+        return [*clauses, rest] if rest else clauses
+
+    def _cut(self, ended: bool) -> list[str]:
+        clauses = []
+        begin, size = 0, self._limits.max_characters + 1
+        while True:
+            window = self._rest[begin : begin + size]
+            end = self._find_end(window, ended and begin + len(window) == len(self._rest))
+            if end is None:
+                break
+            self._first = self._first and not _is_spoken(window[:end])
+            clauses.append(window[:end])
+            begin += end
+        self._rest = self._rest[begin:]
+        return clauses
+
+    def _find_end(self, window: str, ended: bool) -> int | None:
+        """Where the clause at the head of `window` ends, once nothing that may follow can change it.
+
+        window: at most one character more than a clause may have.
+        """
+        limits = self._limits
+        full = len(window) > limits.max_characters
+        most_words = limits.first_words if self._first else limits.max_words
+        passed: list[_Word] = []
+        for word in _words(window, ended, full):
+            passed.append(word)
+            if self._ends_clause(word):
+                return word.end
+            if word.words >= most_words:
+                return _best_end(passed)
+        if not full:
+            return None
+        return _best_end(passed) if passed else limits.max_characters
+
+    def _ends_clause(self, word: _Word) -> bool:
+        limits = self._limits
+        if word.rank is _Break.SENTENCE:
+            return word.words >= (1 if self._first else limits.sentence_words)
+        if word.rank is _Break.CLAUSE:
+            return word.words >= (limits.first_clause_words if self._first else limits.clause_words)
+        return False
+
+
+def _words(window: str, ended: bool, full: bool) -> Iterator[_Word]:
+    """The words of `window` that are complete, together with the blanks behind them.
+
+    A newline among these counts as the end of a sentence, so a word waits for all of them if that can matter.
+    """
+    count, line_begins = 0, True
+    for match in _WORD.finditer(window):
+        text, end = match.group(), match.end()
+        if end == len(window) and not ended:
+            return
+        blanks = _BLANKS.match(window, end)
+        assert blanks is not None  # it may be empty
+        rank = _Break.SENTENCE if "\n" in blanks.group() else _rank(text, line_begins)
+        if blanks.end() == len(window) and rank < _Break.SENTENCE and not (ended or full):
+            return
+        count += _is_spoken(text)
+        yield _Word(end, count, rank, text.lower().strip(_OPENERS + _CLOSERS) in _LEANING)
+        line_begins = "\n" in blanks.group()
+
+
+def _rank(word: str, line_begins: bool) -> _Break:
+    bare = word.rstrip(_CLOSERS)
+    if word in _DASHES or bare.endswith(_CLAUSE_MARKS):
+        return _Break.CLAUSE
+    if not bare.endswith(_SENTENCE_MARKS):
+        return _Break.NONE
+    stem = bare.lstrip(_OPENERS)
+    if _INITIALS.fullmatch(stem) or stem[:-1].lower() in _ABBREVIATIONS:
+        return _Break.NONE
+    if line_begins and _LIST_MARK.fullmatch(stem):
+        return _Break.NONE
+    return _Break.SENTENCE
+
+
+def _best_end(passed: list[_Word]) -> int:
+    """The end of a clause at a limit: its last comma if that is not too early, else no leaning word."""
+    total = passed[-1].words
+    choices: list[tuple[int, Callable[[_Word], bool]]] = [
+        (max(2, total // 4), lambda word: word.rank > _Break.NONE),
+        (max(1, total // 2), lambda word: not word.leaning),
+    ]
+    for fewest, fits in choices:
+        for word in reversed(passed):
+            if word.words >= fewest and fits(word):
+                return word.end
+    return passed[-1].end
+
+
+def _is_spoken(text: str) -> bool:
+    return any(map(str.isalnum, text))

@@ -1,0 +1,281 @@
+"""The commands of `tritone` that run a server: serve, render, check, doctor, models, backends.
+
+Each gets `run`, a function of the parsed arguments that returns the exit status: 0, or 1 with one sentence
+on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tritone import deploy as deploys
+from tritone import doctor, pbtxt, pipelines, repository
+from tritone import server as servers
+from tritone.deploy import Deploy
+from tritone.errors import ConfigError, TritoneError
+from tritone.pipeline import Batching
+from tritone.server import Interpreter, Listen
+
+DOOR_OF = {Batching.ENGINE: "tritone_engine", Batching.TRITON: "tritone_batch"}
+
+
+def add_commands(commands: Any) -> None:
+    """Add the commands to an argparse subparsers object."""
+    target = {"metavar": "PIPELINE", "help": "its name, or a folder with a deploy.yaml"}
+    override = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
+
+    parser = commands.add_parser(
+        "serve",
+        help="start a Triton server with pipelines",
+        description="Render and check pipelines, start a Triton server with them, and watch it until Ctrl-C.",
+        epilog="Options for the server itself may follow `--`, e.g. -- --log-verbose=1",
+    )
+    parser.add_argument("targets", nargs="+", **target)
+    parser.add_argument(
+        "--set", dest="overrides", **override, help="overrides deploy.yaml, e.g. stage.thinker.threads=2"
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="for the rendered files and the log; default: temporary"
+    )
+    parser.add_argument(
+        "--log", metavar="FILE", help="`stderr` or a file; default: server.log in the run folder"
+    )
+    parser.add_argument(
+        "--load-timeout-s", type=float, metavar="S", help="default: what deploy.yaml gives, and 30 s"
+    )
+    parser.add_argument("--check", action="store_true", help="check everything, print it, and start nothing")
+    _add_listen_arguments(parser)
+    _keep_after_dashes(parser)
+    _set_run(parser, _serve)
+
+    parser = commands.add_parser("render", help="write the model repository from deploy files")
+    parser.add_argument("target", **target)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder of deploy.yaml itself")
+    parser.add_argument("--set", dest="overrides", **override, help="overrides deploy.yaml; needs --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace another deploy.yaml in DIR")
+    _set_run(parser, _render)
+
+    parser = commands.add_parser("check", help="check pipelines and deploy files")
+    parser.add_argument("targets", nargs="*", **target)
+    parser.add_argument("--set", dest="overrides", **override, help="overrides deploy.yaml")
+    _set_run(parser, _check)
+
+    parser = commands.add_parser("doctor", help="say what this machine lacks to serve")
+    parser.add_argument(
+        "--model-repository",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="also look at a folder that tritonserver is to be pointed at",
+    )
+    _add_listen_arguments(parser)
+    _set_run(parser, _doctor)
+
+    parser = commands.add_parser("models", help="list the pipelines")
+    _set_run(parser, _models)
+
+    parser = commands.add_parser(
+        "backends",
+        help="compose a backend directory for plain tritonserver",
+        description="Compose a backend directory and print the command that starts tritonserver with it.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where to")
+    parser.add_argument("targets", nargs="*", **target)
+    _add_listen_arguments(parser)
+    _set_run(parser, _backends)
+
+
+def _add_listen_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Listen()
+    parser.add_argument(
+        "--host", default=default.host, metavar="IP", help=f"default: {default.host}; 0.0.0.0 opens it"
+    )
+    for name, port in default.ports().items():
+        option = f"--{name}-port"
+        parser.add_argument(
+            option, type=_port, default=port, metavar="N", help=f"default: {port}; 0 takes a free one"
+        )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port number from 0 to 65535")
+    return int(text)
+
+
+def _set_run(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return command(args)
+        except TritoneError as error:
+            print(f"tritone: {error}", file=sys.stderr)
+            return 1
+
+    parser.set_defaults(run=run)
+
+
+def _keep_after_dashes(parser: argparse.ArgumentParser) -> None:
+    """Put what follows `--` into `extra`; argparse by itself would take it for more targets, or refuse it."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        border = words.index("--") if "--" in words else len(words)
+        namespace, unknown = parse(words[:border], namespace)
+        namespace.extra = words[border + 1 :]
+        return namespace, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def _listen(args: argparse.Namespace) -> Listen:
+    return Listen(args.host, args.http_port, args.grpc_port, args.metrics_port)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _say_if_heard(line: str) -> None:
+    """For a command that must clean up even when its terminal is gone."""
+    with contextlib.suppress(OSError):
+        _say(line)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from tritone.serve import Asked, ServeOptions, serve
+
+    options = ServeOptions(
+        targets=tuple(args.targets),
+        overrides=tuple(args.overrides),
+        listen=_listen(args),
+        run_folder=args.run_dir,
+        log=args.log,
+        load_timeout_s=args.load_timeout_s,
+        check_only=args.check,
+        extra=tuple(args.extra),
+    )
+    asked = Asked()
+    asked.listen()
+    return serve(options, _say_if_heard, asked)
+
+
+def _render(args: argparse.Namespace) -> int:
+    source = repository.find(args.target)
+    deploy = deploys.load(source / repository.DEPLOY, args.overrides)
+    folder = args.out or source
+    if args.overrides and folder.resolve() == source.resolve():
+        raise ConfigError(
+            "--set changes what is rendered, but not deploy.yaml", "edit deploy.yaml, or give --out"
+        )
+    present = folder / repository.DEPLOY
+    if folder.resolve() != source.resolve() and present.exists():
+        if not args.overwrite and deploys.load(present).digest != deploy.digest:
+            raise ConfigError(f"{present} has other settings", "give --overwrite, or another --out")
+        present.unlink()
+    for file in pbtxt.write(deploy, folder):
+        _say(str(file))
+    for name in repository.strangers(deploy, folder):
+        _say(f"warning: {folder / name} is no model of the pipeline, and Triton would load it; remove it")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    targets = args.targets or [
+        str(folder) for place in repository.shelves()[:1] for folder in repository.below(place)
+    ]
+    if not targets:
+        raise ConfigError(f"there are no pipelines in '{repository.FOLDER}'", "name a pipeline or its folder")
+    status = 0
+    for target in targets:
+        folder = repository.find(target)
+        deploy = deploys.load(folder / repository.DEPLOY, args.overrides)
+        for line in chain(deploy, folder):
+            _say(line)
+        stale = [] if args.overrides else repository.stale(deploy, folder)
+        if stale:
+            _say(f"  not rendered from this file: {', '.join(stale)}; run `tritone render {target}`")
+            status = 1
+    return status
+
+
+def chain(deploy: Deploy, folder: Path) -> list[str]:
+    """How a pipeline comes together, for a reader: config.pbtxt to pipeline to stage to engine."""
+    pipeline = deploy.pipeline
+    lines = [
+        f"{pipeline.name}: {pipeline.doc}",
+        f"  deploy      {folder / repository.DEPLOY}  digest {deploy.digest}",
+    ]
+    if pipeline.needs_checkpoint:
+        lines.append(f"  checkpoint  {deploy.checkpoint}")
+    rows = [
+        (f"{name}/config.pbtxt", "tritone_pipeline", f"pipeline {pipeline.name}", note)
+        for name, note in ((pipeline.name, "decoupled"), (f"{pipeline.name}_sync", "whole answers"))
+    ]
+    for stage in pipeline.stages:
+        settings = deploy.stage(stage.name)
+        engine = stage.engines[settings.engine]
+        where = f"{settings.instances} x {settings.device}" + (
+            f", shares process '{settings.colocate}'" if settings.colocate else ""
+        )
+        rows.append(
+            (
+                f"{settings.model}/config.pbtxt",
+                DOOR_OF[stage.batching],
+                f"stage {stage.name} ({stage.execution})",
+                f"{settings.engine} = {engine}, {where}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        lines.append(
+            "  "
+            + " -> ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
+        )
+    lines += [f"  edge        {edge.source} -> {edge.target}" for edge in pipeline.edges]
+    lines += [f"  final       {modality} <- {place}" for modality, place in pipeline.finals.items()]
+    return lines
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    findings = []
+    for finding in doctor.examine(args.model_repository, _listen(args)):
+        _say(str(finding))
+        findings.append(finding)
+    return 1 if doctor.worst(findings) is doctor.Level.PROBLEM else 0
+
+
+def _models(_: argparse.Namespace) -> int:
+    names = pipelines.names()
+    width = max(map(len, names), default=0)
+    for name in names:
+        pipeline = pipelines.get(name)
+        stages = ", ".join(stage.name for stage in pipeline.stages)
+        _say(f"{name:<{width}}  {pipeline.doc} ({stages} -> {', '.join(pipeline.modalities)})")
+    return 0
+
+
+def _backends(args: argparse.Namespace) -> int:
+    python = Interpreter.current()
+    server = servers.find(python=python)
+    folders = [repository.find(target) for target in args.targets]
+    folder = servers.compose(server, args.folder)
+    loaded = [deploys.load(place / repository.DEPLOY) for place in folders]
+    words = servers.command(
+        server,
+        folders or [Path("MODEL_REPOSITORY")],
+        folder,
+        _listen(args),
+        threads=servers.pool_threads(loaded),
+    )
+    print(f"composed {folder.resolve()} for {server}", file=sys.stderr)
+    if not folders:
+        print("put the folder of a rendered pipeline for MODEL_REPOSITORY", file=sys.stderr)
+    _say(servers.shell_line(servers.search_paths(server, python), words))
+    return 0

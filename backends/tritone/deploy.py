@@ -1,0 +1,261 @@
+"""A deploy file: the numbers of one pipeline on one machine, read from YAML and checked.
+
+Precedence: request > `--set` override > deploy.yaml > pipeline default. An unknown key is an error with a
+suggestion; engine options are checked against the engine's own `Options`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from tritone.checkpoint import checkpoint_dir
+from tritone.errors import ConfigError, InvalidRequest, suggestion
+from tritone.pipeline import Pipeline, Stage
+from tritone.sampling import Sampling
+
+RENDER_VERSION = 1  # part of the digest: raise it when the rendering of pbtxt changes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How codec frames are cut before they go to code2wav."""
+
+    initial_codec_chunk_frames: int = 4  # the first chunk of an answer: small, for an early first packet
+    codec_chunk_frames: int = 25  # every later one
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may bring; checked before anything is allocated for it."""
+
+    text_bytes: int = 65536  # of text_input or messages
+    audio_s: float = 300.0  # of one audio input
+    audio_bytes: int = 64 << 20  # of one encoded audio file
+    media_parts: int = 16  # images, audios and videos together
+
+
+@dataclass(frozen=True)
+class StageDeploy:
+    """One stage on this machine."""
+
+    model: str  # name of the Triton model that serves the stage
+    instances: int = 1  # engine processes that share the stage's work
+    device: str = "cpu"  # cpu or gpu
+    threads: int = 1  # intra-op threads of one engine on a CPU
+    colocate: str | None = None  # stages with the same word share one engine process
+    python: str | None = None  # interpreter of the engine; default: the one that runs the server's stubs
+    load_timeout_s: float = 300.0
+    call_timeout_s: float = 30.0  # one control call or one batch
+    lease_s: float = 120.0  # a stream that nobody touches for this long is dropped
+    max_batch_size: int = 16  # Triton-batched stages only
+    max_queue_delay_ms: float = 2.0  # Triton-batched stages only: how long a batch waits for company
+    engine: str = ""  # kind: a key of Stage.engines
+    options: Any = None  # the engine's own Options
+    sampling: Sampling | None = None
+
+
+@dataclass(frozen=True)
+class Deploy:
+    """One pipeline on one machine."""
+
+    pipeline: Pipeline
+    checkpoint: Path  # holds one folder a stage
+    stages: Mapping[str, StageDeploy]
+    digest: str  # of the effective file; pbtxt files carry it
+    max_in_flight: int = 32  # requests of one orchestrator; more are refused UNAVAILABLE
+    bls_threads: int = 24  # BLS calls at once; must stay below the server's thread pool (32 by default)
+    deadline_s: float = 300.0  # of a request that names none
+    stall_s: float = 30.0  # a request to which no stage gives anything for this long fails
+    chunks: Chunks = field(default_factory=Chunks)
+    limits: Limits = field(default_factory=Limits)
+    source: Mapping[str, Any] = field(default_factory=dict)  # the effective mapping, for rendering
+
+    def stage(self, name: str) -> StageDeploy:
+        return self.stages[name]
+
+    def hosted_with(self, stage: str) -> tuple[str, ...]:
+        """The stages that share an engine process with `stage`, itself included, in pipeline order."""
+        word = self.stages[stage].colocate
+        if word is None:
+            return (stage,)
+        return tuple(s.name for s in self.pipeline.stages if self.stages[s.name].colocate == word)
+
+    def engine_class(self, stage: str) -> Any:
+        """The engine class of a stage; imports its module (never torch, see engines/base.py)."""
+        return _engine_class(self.pipeline.stage(stage), self.stages[stage].engine, stage)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Deploy:
+    """Read `path` (a deploy.yaml), apply "key.path=value" overrides, check everything.
+
+    Raises ConfigError naming the file, the key, the value and what to do.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", "name a deploy.yaml file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}", "mend the file") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds no mapping", "start it with `pipeline: <name>`")
+    for override in overrides:
+        _override(raw, override)
+    if str(raw.get("pipeline")).endswith(".py"):  # relative to the file that says it
+        raw["pipeline"] = str((path.parent / raw["pipeline"]).resolve())
+    return from_mapping(raw, str(path))
+
+
+def from_mapping(raw: Mapping[str, Any], where: str) -> Deploy:
+    """The checked Deploy of an already parsed file; `where` names it in errors."""
+    from tritone import pipelines  # pipelines import nothing from here; avoids loading all of them for one
+
+    fields = dict(raw)
+    name = fields.pop("pipeline", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{where} has no `pipeline:`", f"add one of {', '.join(pipelines.names())}")
+    pipeline = pipelines.get(name)
+    checkpoint = fields.pop("checkpoint", None)
+    stage_blocks = fields.pop("stages", None) or {}
+    if not isinstance(stage_blocks, dict):
+        raise ConfigError(
+            f"{where}: `stages` is {stage_blocks!r}", "make it a mapping from stage name to settings"
+        )
+    known = [stage.name for stage in pipeline.stages]
+    for stage_name in stage_blocks:
+        if stage_name not in known:
+            raise ConfigError(f"{where}: unknown stage '{stage_name}'", suggestion(stage_name, known))
+    given: dict[str, Any] = {}
+    for key, value in fields.items():
+        if key in ("chunks", "limits"):
+            given[key] = read_dataclass(Chunks if key == "chunks" else Limits, value, f"{where}: {key}")
+        else:
+            given[key] = value
+    top = read_dataclass(
+        _Top, {key: value for key, value in given.items() if key not in ("chunks", "limits")}, where
+    )
+    deploy = Deploy(
+        pipeline=pipeline,
+        checkpoint=Path(checkpoint).expanduser() if checkpoint else checkpoint_dir(name),
+        stages={
+            stage.name: _stage(
+                pipeline, stage, stage_blocks.get(stage.name) or {}, f"{where}: stages.{stage.name}"
+            )
+            for stage in pipeline.stages
+        },
+        digest=_digest(raw),
+        **dataclasses.asdict(top),
+        **{key: given[key] for key in ("chunks", "limits") if key in given},
+        source=dict(raw),
+    )
+    _check(deploy, where)
+    return deploy
+
+
+@dataclass(frozen=True)
+class _Top:
+    """The plain numbers at the head of a deploy file."""
+
+    max_in_flight: int = Deploy.max_in_flight
+    bls_threads: int = Deploy.bls_threads
+    deadline_s: float = Deploy.deadline_s
+    stall_s: float = Deploy.stall_s
+
+
+def _stage(pipeline: Pipeline, stage: Stage, block: Mapping[str, Any], where: str) -> StageDeploy:
+    block = {"model": f"{pipeline.name}_{stage.name}", **block}
+    engine_block = dict(block.pop("engine", None) or {})
+    changes = block.pop("sampling", None) or {}
+    kind = engine_block.pop("kind", next(iter(stage.engines)))
+    options = read_dataclass(_engine_class(stage, kind, where).Options, engine_block, f"{where}.engine")
+    sampling = stage.sampling
+    if changes and sampling is None:
+        raise ConfigError(f"{where}.sampling is given, but the stage does not sample", "remove it")
+    if sampling is not None:
+        try:
+            sampling = sampling.merged(changes, f"{where}.sampling")
+        except InvalidRequest as error:
+            raise ConfigError(error.what, error.cure) from None
+    if "options" in block:
+        raise ConfigError(f"{where}: unknown key 'options'", "engine options go under `engine:`")
+    settings = read_dataclass(StageDeploy, block, where)
+    return dataclasses.replace(settings, engine=kind, options=options, sampling=sampling)
+
+
+def _engine_class(stage: Stage, kind: str, where: str) -> Any:
+    if kind not in stage.engines:
+        raise ConfigError(f"{where}: unknown engine kind '{kind}'", suggestion(kind, stage.engines))
+    module, _, name = stage.engines[kind].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def read_dataclass(kind: type[T], values: Any, where: str) -> T:
+    """A frozen dataclass from a mapping; unknown keys and wrong types are ConfigErrors that name `where`."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} is {values!r}", "make it a mapping")
+    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key '{key}'", suggestion(str(key), known))
+    try:
+        return msgspec.convert(dict(values), type=kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}", "mend the value") from None
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    path, equals, value = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"override '{text}' is not key.path=value", "write e.g. stage.thinker.threads=2")
+    if keys[0] == "stage":
+        keys[0] = "stages"
+    node = raw
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override '{text}': '{key}' holds a value, not a mapping", "check the path")
+    node[keys[-1]] = yaml.safe_load(value)
+
+
+def _digest(raw: Mapping[str, Any]) -> str:
+    text = json.dumps([RENDER_VERSION, raw], sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _check(deploy: Deploy, where: str) -> None:
+    def at_least(name: str, value: float, low: float) -> None:
+        if value < low:
+            raise ConfigError(f"{where}: {name} is {value}", f"give at least {low}")
+
+    at_least("max_in_flight", deploy.max_in_flight, 1)
+    at_least("bls_threads", deploy.bls_threads, 1)
+    at_least("deadline_s", deploy.deadline_s, 0.001)
+    at_least("stall_s", deploy.stall_s, 0.1)
+    at_least("chunks.initial_codec_chunk_frames", deploy.chunks.initial_codec_chunk_frames, 1)
+    at_least("chunks.codec_chunk_frames", deploy.chunks.codec_chunk_frames, 1)
+    for name, stage in deploy.stages.items():
+        at_least(f"stages.{name}.instances", stage.instances, 1)
+        at_least(f"stages.{name}.threads", stage.threads, 1)
+        at_least(f"stages.{name}.max_batch_size", stage.max_batch_size, 1)
+        if stage.device not in ("cpu", "gpu"):
+            raise ConfigError(f"{where}: stages.{name}.device is '{stage.device}'", "give cpu or gpu")
+        mates = [mate for mate in deploy.hosted_with(name) if mate != name]
+        for mate in mates:
+            for key in ("instances", "device", "python"):
+                if getattr(deploy.stages[mate], key) != getattr(stage, key):
+                    raise ConfigError(
+                        f"{where}: stages {name} and {mate} share a process but differ in {key}",
+                        f"give both the same {key}",
+                    )

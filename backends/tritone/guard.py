@@ -1,0 +1,139 @@
+"""The end of a run: no process, no shared memory and no temporary folder of it is left behind.
+
+`tritone serve` ends its run itself. When it is killed -9 it cannot, so it starts this file as a second
+process, whose standard input is a pipe from it:
+
+    line 1   the run, as JSON                    line 2   "done": the run was ended, go
+                                                 end of file: `tritone serve` is gone, end its run
+
+Standard library only: the guard of an idle server costs no more than an interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+SHM = Path("/dev/shm")
+PROC = Path("/proc")
+LEAVE_S = 3.0  # how long stubs and engines may take once their server is gone
+KILL_WAIT_S = 5.0  # for the kernel to clear away what was killed
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one started server owns on this machine."""
+
+    server_pid: int
+    shm_prefix: str  # unique; begins the name of its shared-memory regions
+    grace_s: float  # from SIGTERM to the first SIGKILL
+    folder: str = ""  # removed at the end; "" keeps it
+
+    def processes(self) -> set[int]:
+        """Ids of the server, its stubs and its engines that still run.
+
+        The command line of a server and its stubs holds the shared-memory prefix, that of an engine the
+        name of its server.
+        """
+        marks = (self.shm_prefix.encode(), f"tritone/{self.server_pid}-".encode())
+        found = set()
+        for entry in PROC.iterdir():
+            if entry.name.isdecimal() and int(entry.name) != os.getpid():
+                try:
+                    line = (entry / "cmdline").read_bytes()
+                except OSError:
+                    continue  # it ended meanwhile
+                if any(mark in line for mark in marks):
+                    found.add(int(entry.name))
+        return found
+
+
+def end(run: Run, patience: Callable[[], bool] = lambda: True) -> bool:
+    """End everything of `run` in order; True when nothing had to be killed.
+
+    patience: asked while waiting; False cuts the grace short.
+    """
+    if run.server_pid in run.processes():  # else the number may be somebody else's by now
+        _send(run.server_pid, signal.SIGTERM)
+    orderly = _wait(lambda: run.server_pid not in run.processes(), run.grace_s, patience)
+    orderly = _wait(lambda: not run.processes(), LEAVE_S, patience) and orderly
+    left = run.processes()
+    for pid in left:
+        _send(pid, signal.SIGKILL)
+    if left:
+        _wait(lambda: not run.processes(), KILL_WAIT_S, lambda: True)
+    remove_shm(run.shm_prefix)
+    if run.folder:
+        shutil.rmtree(run.folder, ignore_errors=True)
+    return orderly and not left
+
+
+def remove_shm(prefix: str) -> None:
+    """Remove the shared-memory regions whose names begin with `prefix`."""
+    for region in SHM.glob(f"{prefix}*"):
+        region.unlink(missing_ok=True)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _wait(done: Callable[[], bool], limit_s: float, patience: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline or not patience():
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+class Guard:
+    """The guarding process, seen from `tritone serve`; start it before the server."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(Path(__file__).resolve())],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # what kills the group of `tritone serve` must not kill its guard
+        )
+
+    def watch(self, run: Run) -> None:
+        self._write(json.dumps(asdict(run)))
+
+    def dismiss(self) -> None:
+        """The run has been ended."""
+        self._write("done")
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # somebody killed the guard; the run goes on without
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when `tritone serve` does, not before
+    first, second = sys.stdin.readline(), sys.stdin.readline()
+    if first and first.strip() != "done" and not second:
+        end(Run(**json.loads(first)))
+
+
+if __name__ == "__main__":
+    main()

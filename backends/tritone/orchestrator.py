@@ -1,0 +1,383 @@
+"""The heart of a pipeline model: one coroutine a request.
+
+    admit ── open stages, consumers first ── take what they push ──► answer
+                                               └─ frames, cut into chunks ─► code2wav (BLS) ─► answer
+
+Stages that batch by themselves are opened by one short BLS call each and then push to the inbox socket; a
+Triton-batched stage is called by BLS, a call a chunk. Nothing here holds a server thread for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import secrets
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any
+
+from tritone import contract as c
+from tritone import wire
+from tritone.answer import Answer
+from tritone.bls import Stages
+from tritone.deploy import Deploy
+from tritone.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineLost,
+    InvalidRequest,
+    TritoneError,
+    Unavailable,
+    from_code,
+    suggestion,
+)
+from tritone.inbox import Inbox
+from tritone.pipeline import Batching, Facts, Stage
+from tritone.ports import Array, by_name
+from tritone.request import MAX_SEED, check_supported, read_request
+from tritone.routing import FRAMES, SEGMENT_END, Routing
+from tritone.session import Session
+from tritone.stream import FrameBuffer, FrameChunk
+from tritone.triton import Reply, log_error, log_info
+
+CANCEL_POLL_S = 0.05
+CLEANUP_TIMEOUT_S = 5.0
+
+
+class Orchestrator:
+    """Runs the requests of one pipeline model on an event loop of its own."""
+
+    def __init__(self, deploy: Deploy, facts: Facts, name: str) -> None:
+        """name: unique on this machine; it names the inbox and begins every session id."""
+        self._deploy = deploy
+        self._pipeline = deploy.pipeline
+        self._facts = facts
+        self._name = name
+        self._counter = itertools.count(1)
+        self._sequence_base = secrets.randbits(31) << 32
+        self._sessions: dict[str, Session] = {}
+        self._tasks: dict[Reply, asyncio.Task[None]] = {}
+        self._models = {stage.name: deploy.stage(stage.name).model for stage in self._pipeline.stages}
+        self._stage_names = {model: name for name, model in self._models.items()}
+        self._stages = Stages(deploy.bls_threads)
+        self._loop = asyncio.new_event_loop()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="orchestrator")
+        self._thread.start()
+        self._inbox = asyncio.run_coroutine_threadsafe(self._make_inbox(), self._loop).result()
+        threading.Thread(target=self._watch_cancels, daemon=True, name="cancels").start()
+
+    # -- for the door (any thread) ---------------------------------------------------------------------------
+
+    def submit(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> None:
+        """Answer a request through `reply`, later; never raises."""
+        self._loop.call_soon_threadsafe(self._accept, values, parameters, reply)
+
+    def close(self) -> None:
+        """Cancel what runs, then stop."""
+        self._closing.set()
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(timeout=2 * CLEANUP_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=CLEANUP_TIMEOUT_S)
+        self._stages.close()
+
+    # -- one request -----------------------------------------------------------------------------------------
+
+    def _accept(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> None:
+        task = self._loop.create_task(self._guard(values, parameters, reply))
+        self._tasks[reply] = task
+        task.add_done_callback(lambda _: self._tasks.pop(reply, None))
+
+    async def _guard(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> None:
+        """Whatever happens inside, the client gets exactly one end."""
+        try:
+            if values.get("op"):
+                await self._operate(values["op"], reply)
+            else:
+                await self._serve(self._admit(values, parameters, reply))
+        except TritoneError as error:
+            reply.fail(error)
+        except asyncio.CancelledError:
+            reply.fail(Cancelled("the request was cancelled"))
+        except Exception as error:
+            log_error(f"{self._name}: {error!r}")
+            reply.fail(TritoneError(f"the pipeline failed: {error}", "report this with the server log"))
+
+    def _admit(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> Session:
+        if len(self._sessions) >= self._deploy.max_in_flight:
+            raise Unavailable(
+                f"max_in_flight is {self._deploy.max_in_flight} and as many requests are in flight",
+                "try again later",
+            )
+        request = read_request(values, parameters, self._deploy, drawn_seed=secrets.randbelow(MAX_SEED))
+        check_supported(request, self._pipeline)
+        plan = self._pipeline.plan(request)
+        number = next(self._counter)
+        session = Session(
+            id=f"{self._name}-{number}",
+            correlation_id=self._sequence_base + number,
+            request=request,
+            plan=plan,
+            routing=Routing(self._pipeline, plan, request.modalities),
+            answer=Answer(request, self._facts.sample_rate_hz, reply.send),
+        )
+        self._sessions[session.id] = session
+        return session
+
+    async def _serve(self, session: Session) -> None:
+        deadline_s = session.request.deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._open(session)
+                await self._run(session)
+        except TimeoutError:
+            if session.answer.is_empty:
+                raise DeadlineExceeded(
+                    f"the deadline of {deadline_s:g} s passed before any output",
+                    "raise deadline_ms or try again later",
+                ) from None
+        finally:
+            self._close(session)
+        self._finish(session)
+
+    async def _open(self, session: Session) -> None:
+        """Open the stages that batch by themselves, consumers first, so that nothing arrives unannounced."""
+        for stage in session.routing.open_order():
+            call, ports = session.plan[stage.name], by_name(stage.inputs)
+            control = {
+                "op": "open",
+                "session": session.id,
+                "inbox": self._inbox.address,
+                "sources": session.routing.num_sources(stage.name),
+                "settings": call.settings,
+                "routes": session.routing.routes(stage, self._models, session.endpoints, self._inbox.address),
+            }
+            inputs = {ports[name]: value for name, value in call.inputs.items()}
+            timeout_s = self._deploy.stage(stage.name).call_timeout_s
+            opened = await self._stages.control(self._models[stage.name], control, inputs, timeout_s)
+            session.endpoints[stage.name] = opened["endpoint"]
+
+    async def _run(self, session: Session) -> None:
+        """Take what the stages push until all of them have finished and all their frames are sound."""
+        feeds = {stage.name: ChunkFeed(self, session, stage) for stage in session.routing.chunked()}
+        try:
+            async with asyncio.TaskGroup() as group:
+                for feed in feeds.values():
+                    group.create_task(feed.run())
+                async for message in self._mail(session):
+                    match message:
+                        case wire.Piece():
+                            self._take(session, message, feeds)
+                        case wire.Finished():
+                            self._note_end(session, message)
+        except BaseExceptionGroup as group_error:
+            raise _first(group_error) from None
+
+    async def _mail(self, session: Session) -> AsyncIterator[Any]:
+        """What the stages send, until each has finished. Raises what a stage failed with."""
+        waiting = set(session.endpoints)
+        while waiting:
+            try:
+                message = await asyncio.wait_for(session.mail.get(), self._deploy.stall_s)
+            except TimeoutError:
+                what = f"stage {', '.join(sorted(waiting))} gave nothing for {self._deploy.stall_s:g} s"
+                raise Unavailable(what, "try again") from None
+            if isinstance(message, wire.Failed):
+                raise from_code(message.code, message.what, message.cure)
+            if isinstance(message, wire.Finished):
+                waiting.discard(self._stage_names[message.source])
+            yield message
+
+    def _take(self, session: Session, piece: wire.Piece, feeds: Mapping[str, ChunkFeed]) -> None:
+        name = self._stage_names[piece.source]
+        expected = session.pieces_seen.get(name, 0)
+        if piece.number != expected:
+            raise TritoneError(
+                f"piece {piece.number} of stage {name} came when {expected} was due", "try again"
+            )
+        session.pieces_seen[name] = expected + 1
+        for port, value in piece.values.items():
+            if self._pipeline.modality_of(name, port) == "text":
+                session.answer.text(value, int(piece.values.get("num_tokens", 0)))
+        for consumer, feed in feeds.items():
+            inputs = session.routing.chunk_inputs(name, piece.values, consumer)
+            if inputs:
+                feed.push(inputs[FRAMES], bool(inputs.get(SEGMENT_END, False)))
+            if piece.last and session.routing.feeds(name, consumer):
+                feed.end()
+
+    def _note_end(self, session: Session, end: wire.Finished) -> None:
+        name = self._stage_names[end.source]
+        session.finished[name] = end.reason
+        session.usage.update(end.usage)
+        session.timings[name] = {key: round(value, 6) for key, value in end.timings.items()}
+
+    def _finish(self, session: Session) -> None:
+        """Send `done`. A modality that the deadline cut off says so."""
+        for modality in session.request.modalities:
+            maker = session.routing.maker(modality)
+            if maker is None:
+                continue
+            cut = modality == "audio" and bool(session.sequences)
+            reason = "deadline" if cut else session.finished.get(maker, "deadline")
+            session.answer.finish_reasons[modality] = reason
+        session.answer.done(session.usage, session.timings)
+
+    def _close(self, session: Session) -> None:
+        """Free everything the session holds, in every stage; the only way a session ends."""
+        del self._sessions[session.id]
+        for name, address in session.endpoints.items():
+            if name not in session.finished:
+                self._inbox.tell(address, wire.Cancel(session.id))
+        for name in session.sequences:
+            control = {"session": session.id, "start": False, "end": True, "discard": True}
+            self._in_background(
+                self._stages.chunk(
+                    self._models[name], session.correlation_id, control, {}, (c.REPLY,), CLEANUP_TIMEOUT_S
+                )
+            )
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        async def quietly() -> None:
+            try:
+                await work
+            except TritoneError as error:
+                log_info(f"{self._name}: while cleaning up: {error}")
+
+        task = self._loop.create_task(quietly())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def call_chunk(self, session: Session, stage: Stage, chunk: FrameChunk, first: bool) -> Array:
+        """One chunk through a Triton-batched stage: mono float32 [n]."""
+        ports = by_name(stage.inputs)
+        control = {"session": session.id, "start": first, "end": chunk.last}
+        if first:
+            control["settings"] = dict(session.plan[stage.name].settings)
+        inputs: dict[Any, Any] = {ports[FRAMES]: chunk.frames} if len(chunk.frames) else {}
+        if SEGMENT_END in ports:
+            inputs[ports[SEGMENT_END]] = chunk.segment_end
+        timeout_s = self._deploy.stage(stage.name).call_timeout_s
+        model = self._models[stage.name]
+        session.sequences.add(stage.name)
+        outputs = await self._stages.chunk(
+            model, session.correlation_id, control, inputs, stage.outputs[:1], timeout_s
+        )
+        if chunk.last:
+            session.sequences.discard(stage.name)
+        return outputs[stage.outputs[0].name]
+
+    # -- all requests ----------------------------------------------------------------------------------------
+
+    async def ping(self) -> dict[str, dict[str, Any]]:
+        """The state of every stage: its engine's figures, or {"error": why}."""
+
+        async def one(stage: Stage) -> dict[str, Any]:
+            model = self._models[stage.name]
+            try:
+                if stage.batching is Batching.ENGINE:
+                    return await self._stages.control(model, {"op": "ping"}, {}, CLEANUP_TIMEOUT_S)
+                control = {"op": "ping", "start": True, "end": True}
+                number = self._sequence_base + next(self._counter)
+                outputs = await self._stages.chunk(model, number, control, {}, (c.REPLY,), CLEANUP_TIMEOUT_S)
+                state: dict[str, Any] = json.loads(outputs[c.REPLY.name].reshape(-1)[0])
+                return state
+            except TritoneError as error:
+                return {"error": error.what}
+
+        stages = self._pipeline.stages
+        states = await asyncio.gather(*(one(stage) for stage in stages))
+        return {stage.name: state for stage, state in zip(stages, states, strict=True)}
+
+    async def _operate(self, op: str, reply: Reply) -> None:
+        if op != "ping":
+            raise InvalidRequest(f"op is '{op}'", suggestion(op, ["ping"]))
+        states = await self.ping()
+        down = [
+            f"stage {name} is not ready: {state['error']}"
+            for name, state in states.items()
+            if "error" in state
+        ]
+        if down:
+            raise Unavailable(", ".join(down), "wait for the restart or read the server log")
+        info = {
+            "stages": states,
+            "sessions": len(self._sessions),
+            "max_in_flight": self._deploy.max_in_flight,
+        }
+        tensors = {
+            "event": c.EVENT.pack("done"),
+            "index": c.INDEX.pack(0),
+            "text_output": c.TEXT_OUTPUT.pack(""),
+        }
+        reply.send({**tensors, "info": c.INFO.pack(json.dumps(info))}, True)
+
+    async def _make_inbox(self) -> Inbox:
+        self._background: set[asyncio.Task[None]] = set()
+        return Inbox(f"tritone/{self._name}", self._deliver, self._engine_lost)
+
+    def _deliver(self, message: Any) -> None:
+        session = self._sessions.get(message.session)
+        if session is not None:  # else it ended while the message was under way
+            session.mail.put_nowait(message)
+
+    def _engine_lost(self, address: str) -> None:
+        error = EngineLost("the stage's engine died under the request", "try again")
+        for session in self._sessions.values():
+            for name, endpoint in session.endpoints.items():
+                if endpoint == address and name not in session.finished:
+                    lost = wire.Failed(session.id, self._models[name], error.code, error.what, error.cure)
+                    session.mail.put_nowait(lost)
+
+    def _watch_cancels(self) -> None:
+        while not self._closing.wait(CANCEL_POLL_S):
+            for reply, task in list(self._tasks.items()):
+                if reply.is_cancelled():
+                    self._loop.call_soon_threadsafe(task.cancel)
+
+    async def _shut_down(self) -> None:
+        for task in list(self._tasks.values()):
+            task.cancel()
+        pending = [*self._tasks.values(), *self._background]
+        if pending:
+            await asyncio.wait(pending, timeout=CLEANUP_TIMEOUT_S)
+        self._inbox.close()
+
+
+class ChunkFeed:
+    """The frames of one session on their way through a Triton-batched stage, in order, one call at a time."""
+
+    def __init__(self, orchestrator: Orchestrator, session: Session, stage: Stage) -> None:
+        self._orchestrator = orchestrator
+        self._session = session
+        self._stage = stage
+        self._buffer = FrameBuffer(session.request.chunks)
+        self._chunks: asyncio.Queue[FrameChunk] = asyncio.Queue()
+
+    def push(self, frames: Array, segment_end: bool) -> None:
+        for chunk in self._buffer.push(frames, segment_end):
+            self._chunks.put_nowait(chunk)
+
+    def end(self) -> None:
+        self._chunks.put_nowait(self._buffer.finish())
+
+    async def run(self) -> None:
+        """Until the last chunk; the samples go to the answer as they come."""
+        first, last = True, False
+        while not last:
+            chunk = await self._chunks.get()
+            last = chunk.last
+            if first and last and not len(chunk.frames):
+                return  # nothing was to be spoken
+            self._session.answer.audio(
+                await self._orchestrator.call_chunk(self._session, self._stage, chunk, first)
+            )
+            first = False
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first leaf of a group of exceptions: with one request a coroutine, the others only follow from it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

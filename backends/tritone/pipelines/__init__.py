@@ -1,0 +1,41 @@
+"""The table of pipelines: one row a model, imported when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tritone.errors import ConfigError, suggestion
+
+if TYPE_CHECKING:
+    from tritone.pipeline import Pipeline
+
+_TABLE: dict[str, str] = {
+    "smoltalk": "tritone.pipelines.smoltalk",
+}
+
+
+def names() -> list[str]:
+    return sorted(_TABLE)
+
+
+def get(name: str) -> Pipeline:
+    """The pipeline in the table under `name`, or PIPELINE of the Python file that `name` is the path of.
+
+    The folder of such a file goes on sys.path, so that engines are found beside it ("echo:Writer").
+    """
+    if name.endswith(".py"):
+        file = Path(name)
+        if not file.is_file():
+            raise ConfigError(f"pipeline file '{name}' does not exist", "check `pipeline:` in deploy.yaml")
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))
+        module = file.stem
+    elif name in _TABLE:
+        module = _TABLE[name]
+    else:
+        raise ConfigError(f"unknown pipeline '{name}'", suggestion(name, _TABLE))
+    pipeline: Pipeline = importlib.import_module(module).PIPELINE
+    return pipeline

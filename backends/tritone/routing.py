@@ -1,0 +1,90 @@
+"""Who sends what to whom in one request: the pipeline's edges among the stages that the request starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tritone.pipeline import Batching, Edge, Pipeline, Stage, split
+from tritone.wire import Route
+
+FRAMES, SEGMENT_END = "frames", "segment_end"
+"""Input ports of a Triton-batched stage: codec frames, and whether they end a segment."""
+
+
+class Routing:
+    """The edges among the started stages of one request."""
+
+    def __init__(self, pipeline: Pipeline, started: Collection[str], modalities: Collection[str]) -> None:
+        self._pipeline = pipeline
+        self._started = set(started)
+        self._modalities = set(modalities)
+
+    def open_order(self) -> list[Stage]:
+        """The started stages that batch by themselves, consumers before their producers."""
+        stages = [self._pipeline.stage(name) for name in self._pipeline.consumers_first(self._started)]
+        return [stage for stage in stages if stage.batching is Batching.ENGINE]
+
+    def chunked(self) -> list[Stage]:
+        """The started stages that Triton batches: the orchestrator calls them chunk by chunk."""
+        stages = [stage for stage in self._pipeline.stages if stage.name in self._started]
+        return [stage for stage in stages if stage.batching is Batching.TRITON]
+
+    def num_sources(self, name: str) -> int:
+        """How many started stages feed stage `name`."""
+        return len({split(e.source)[0] for e in self._edges() if split(e.target)[0] == name})
+
+    def routes(
+        self, stage: Stage, models: Mapping[str, str], endpoints: Mapping[str, str], inbox: str
+    ) -> list[Route]:
+        """Where the outputs of `stage` go.
+
+        models: Triton model by stage; endpoints: engine address by stage already open; inbox: the orchestrator's.
+        """
+        to_stages: dict[str, dict[str, str]] = {}
+        to_inbox: dict[str, str] = {}
+        if self._makes_modality(stage):
+            to_inbox = {port.name: port.name for port in stage.outputs}
+        for edge in self._edges():
+            (source, port), (consumer, target) = split(edge.source), split(edge.target)
+            if source != stage.name:
+                continue
+            if self._pipeline.stage(consumer).batching is Batching.TRITON:
+                to_inbox[port] = port
+            else:
+                to_stages.setdefault(consumer, {})[port] = target
+        routes = [Route(endpoints[name], models[name], ports) for name, ports in to_stages.items()]
+        return [*routes, Route(inbox, "", to_inbox)] if to_inbox else routes
+
+    def chunk_inputs(self, producer: str, values: Mapping[str, Any], consumer: str) -> dict[str, Any]:
+        """What a piece of `producer` holds for the Triton-batched stage `consumer`, by its input port."""
+        found = {}
+        for edge in self._edges():
+            (source, port), (name, target) = split(edge.source), split(edge.target)
+            if source == producer and name == consumer and port in values:
+                found[target] = values[port]
+        return found
+
+    def feeds(self, producer: str, consumer: str) -> bool:
+        return any(split(e.source)[0] == producer and split(e.target)[0] == consumer for e in self._edges())
+
+    def maker(self, modality: str) -> str | None:
+        """The engine-batched stage whose end ends a modality, or None if the request does not start it."""
+        source = split(self._pipeline.finals[modality])[0]
+        if source not in self._started:
+            return None
+        if self._pipeline.stage(source).batching is Batching.ENGINE:
+            return source
+        return next(split(e.source)[0] for e in self._edges() if split(e.target)[0] == source)
+
+    def _makes_modality(self, stage: Stage) -> bool:
+        return any(
+            self._pipeline.modality_of(stage.name, port.name) in self._modalities for port in stage.outputs
+        )
+
+    def _edges(self) -> list[Edge]:
+        return [
+            edge
+            for edge in self._pipeline.edges
+            if split(edge.source)[0] in self._started and split(edge.target)[0] in self._started
+        ]

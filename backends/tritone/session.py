@@ -1,0 +1,34 @@
+"""Everything that is known about one request while it runs, with one owner and one end."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from tritone.answer import Answer
+from tritone.pipeline import Plan
+from tritone.request import Request
+from tritone.routing import Routing
+
+
+@dataclass
+class Session:
+    """One request in flight.
+
+    Created by the orchestrator when it admits a request; `Orchestrator._close` ends it, whatever happened.
+    """
+
+    id: str  # names the session in every engine: pipeline, orchestrator and count
+    correlation_id: int  # the same for Triton's sequence batcher, uint64
+    request: Request
+    plan: Plan
+    routing: Routing
+    answer: Answer
+    mail: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)  # wire messages from engines
+    endpoints: dict[str, str] = field(default_factory=dict)  # by open stage: address of its engine
+    sequences: set[str] = field(default_factory=set)  # Triton-batched stages with START sent and END not
+    finished: dict[str, str] = field(default_factory=dict)  # by stage: reason
+    pieces_seen: dict[str, int] = field(default_factory=dict)  # by stage
+    usage: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] = field(default_factory=dict)  # by stage, seconds

@@ -1,0 +1,204 @@
+"""What the two stage doors do: find their deploy file, keep an engine process, pass calls on to it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tritone import deploy as deploys
+from tritone import wire
+from tritone.deploy import Deploy
+from tritone.engine_link import EngineLink, EngineSpec
+from tritone.errors import ConfigError, TritoneError
+from tritone.pipeline import Batching, Stage
+from tritone.triton import model_parameters
+
+SERVER_WAIT_S = 1.0  # on top of load_timeout_s
+
+
+def server_name() -> str:
+    """Names the running tritonserver: doors are its children, so they agree without talking."""
+    parent = os.getppid()
+    started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{parent}-{started}"
+
+
+def load_deploy(args: Mapping[str, str]) -> tuple[Deploy, dict[str, str], Path]:
+    """The deploy file beside the model folder that Triton loads, the pbtxt parameters, and the file's path.
+
+    Raises ConfigError when the pbtxt was not rendered from this deploy file.
+    """
+    parameters = model_parameters(args["model_config"])
+    path = Path(args["model_repository"]).parent / "deploy.yaml"
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist",
+            "point --model-repository at the folder that holds deploy.yaml and the models",
+        )
+    deploy = deploys.load(path)
+    if parameters.get("deploy_digest") != deploy.digest:
+        raise ConfigError(
+            f"config.pbtxt of {args['model_name']} was not rendered from {path}",
+            f"run `tritone render {path.parent}`",
+        )
+    return deploy, parameters, path
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One instance of a stage model, and how its engine process is addressed."""
+
+    stage: Stage
+    index: int
+    device: str
+
+    @classmethod
+    def of(cls, args: Mapping[str, str], stage: Stage) -> Instance:
+        match = re.search(r"_(\d+)$", args["model_instance_name"])
+        gpu = args["model_instance_kind"] == "GPU"
+        device = f"cuda:{args['model_instance_device_id']}" if gpu else "cpu"
+        return cls(stage, int(match.group(1)) if match else 0, device)
+
+
+def engine_address(deploy: Deploy, stage: str, index: int) -> str:
+    """The abstract socket of the engine process that hosts instance `index` of a stage."""
+    settings = deploy.stage(stage)
+    group = f"{deploy.pipeline.name}+{settings.colocate}" if settings.colocate else settings.model
+    return f"tritone/{server_name()}/{group}/{index}"
+
+
+class StageDoor:
+    """The library half of a stage door: links to the engine of this instance and of its siblings."""
+
+    def __init__(self, args: Mapping[str, str]) -> None:
+        self.deploy, parameters, path = load_deploy(args)
+        self.stage = self.deploy.pipeline.stage(parameters["stage"])
+        self.settings = self.deploy.stage(self.stage.name)
+        self.model = args["model_name"]
+        instance = Instance.of(args, self.stage)
+        mates = self.deploy.hosted_with(self.stage.name)
+        own_address = engine_address(self.deploy, self.stage.name, instance.index)
+        spec = EngineSpec(
+            deploy_file=path,
+            stages=mates,
+            address=own_address,
+            device=instance.device,
+            threads=max(self.deploy.stage(mate).threads for mate in mates),
+            python=self.settings.python,
+            load_timeout_s=max(self.deploy.stage(mate).load_timeout_s for mate in mates),
+        )
+        self.own = EngineLink(own_address, spec, self.settings.call_timeout_s)
+        addresses = [engine_address(self.deploy, self.stage.name, i) for i in range(self.settings.instances)]
+        self._links = [
+            self.own if address == own_address else EngineLink(address, None, self.settings.call_timeout_s)
+            for address in addresses
+        ]
+        try:
+            self.own.wait_ready(spec.load_timeout_s + SERVER_WAIT_S)
+        except ConfigError:
+            self.close()
+            raise
+
+    def open(self, control: Mapping[str, Any], inputs: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """Open a session on the least loaded engine: {"endpoint": its address}, or the TritoneError."""
+        opened: Future[dict[str, Any]] = Future()
+        if sum(link.is_ready for link in self._links) < 2:
+            live = next((link for link in self._links if link.is_ready), self.own)
+            self._open_on(live, control, inputs, opened)
+        else:
+            self._stats().add_done_callback(
+                lambda stats: self._open_on(self._least_loaded(stats.result()), control, inputs, opened)
+            )
+        return opened
+
+    def ping(self) -> Future[dict[str, Any]]:
+        """The figures of every engine of this stage; "error" is set when the stage cannot serve."""
+        state: Future[dict[str, Any]] = Future()
+        self._stats().add_done_callback(lambda stats: state.set_result(self._state(stats.result())))
+        return state
+
+    def run(self, chunks: list[wire.StreamChunk]) -> list[wire.StreamResult]:
+        """One batch on this instance's engine; blocks. Raises TritoneError when the batch fails as a whole."""
+        future = self.own.call(lambda call: wire.Run(call, self.model, chunks))
+        results: list[wire.StreamResult] = future.result().results
+        return results
+
+    def cancel(self, session: str) -> None:
+        self.own.tell(wire.Cancel(session))
+
+    def close(self) -> None:
+        for link in {self.own, *self._links}:
+            link.close()
+
+    def _open_on(
+        self,
+        link: EngineLink,
+        control: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        opened: Future[dict[str, Any]],
+    ) -> None:
+        def message(call: int) -> wire.Open:
+            return wire.Open(
+                call=call,
+                stage=self.model,
+                session=control["session"],
+                inbox=control["inbox"],
+                inputs=dict(inputs),
+                sources=control["sources"],
+                settings=control["settings"],
+                routes=[wire.Route(*route) for route in control["routes"]],
+            )
+
+        def done(answer: Future[Any]) -> None:
+            error = answer.exception()
+            if error is not None:
+                opened.set_exception(error)
+            else:
+                opened.set_result({"endpoint": link.address})
+
+        link.call(message).add_done_callback(done)
+
+    def _stats(self) -> Future[dict[EngineLink, dict[str, Any]]]:
+        """What each engine of the stage says of itself; {"error": why} for one that does not answer."""
+        gathered: Future[dict[EngineLink, dict[str, Any]]] = Future()
+        found: dict[EngineLink, dict[str, Any]] = {}
+        lock = threading.Lock()
+
+        def note(link: EngineLink, answer: Future[Any]) -> None:
+            error = answer.exception()
+            with lock:
+                found[link] = (
+                    {"error": str(error)} if error is not None else answer.result().stats[self.model]
+                )
+                complete = len(found) == len(self._links)
+            if complete:
+                gathered.set_result(found)
+
+        for link in self._links:
+            link.call(wire.Ping).add_done_callback(functools.partial(note, link))
+        return gathered
+
+    def _least_loaded(self, stats: Mapping[EngineLink, Mapping[str, Any]]) -> EngineLink:
+        live = [link for link in self._links if "error" not in stats[link]]
+        return min(live, key=lambda link: stats[link]["sessions"] + link.in_flight, default=self.own)
+
+    def _state(self, stats: Mapping[EngineLink, Mapping[str, Any]]) -> dict[str, Any]:
+        engines = [dict(stats[link]) for link in self._links]
+        for engine in engines:
+            if engine.get("beat_age_s", 0.0) > self.settings.call_timeout_s:
+                engine["error"] = f"its loop has not turned for {engine['beat_age_s']:.0f} s"
+        errors = [engine["error"] for engine in engines if "error" in engine]
+        # Triton sends a stream's chunks to one instance, so a batched stage needs all of its engines.
+        serves = not errors if self.stage.batching is Batching.TRITON else len(errors) < len(engines)
+        return {"engines": engines} if serves else {"engines": engines, "error": errors[0]}
+
+
+def as_error(error: BaseException) -> TritoneError:
+    return error if isinstance(error, TritoneError) else TritoneError(f"the stage failed: {error}")

@@ -1,0 +1,56 @@
+"""How codec frames are cut into chunks for code2wav. Pure: no torch, no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tritone.deploy import Chunks
+from tritone.ports import Array
+
+
+@dataclass(frozen=True)
+class FrameChunk:
+    """One call's worth of frames."""
+
+    frames: Array  # [F, ...], F >= 0; 0 only to end a stream
+    segment_end: bool  # the last frame of a segment (a clause that is synthesised on its own)
+    last: bool  # nothing follows in this stream
+
+
+class FrameBuffer:
+    """Frames in, chunks out: a small first chunk for an early first packet, larger ones after it.
+
+    A chunk never spans two segments. Sizes count frames of the codec.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._sizes = chunks
+        self._held: Array | None = None  # frames not yet in a chunk, [F, ...]
+        self._wanted_frames = chunks.initial_codec_chunk_frames
+        self._in_segment = False  # frames of an unfinished segment have left
+
+    def push(self, frames: Array, segment_end: bool = False) -> list[FrameChunk]:
+        """The chunks that `frames` [F, ...] completes."""
+        held = frames if self._held is None else np.concatenate([self._held, frames])
+        chunks = []
+        while len(held) > self._wanted_frames or (len(held) == self._wanted_frames and not segment_end):
+            size = self._wanted_frames
+            chunks.append(self._chunk(held[:size], segment_end=False))
+            held = held[size:]
+        if segment_end and (len(held) or self._in_segment):
+            chunks.append(self._chunk(held, segment_end=True))
+            held = held[len(held) :]
+        self._held = held
+        return chunks
+
+    def finish(self) -> FrameChunk:
+        """What is left, possibly no frames, as the last chunk of the stream."""
+        left = np.zeros((0,), np.float32) if self._held is None else self._held
+        return FrameChunk(left, segment_end=True, last=True)
+
+    def _chunk(self, frames: Array, segment_end: bool) -> FrameChunk:
+        self._wanted_frames = self._sizes.codec_chunk_frames
+        self._in_segment = not segment_end
+        return FrameChunk(frames, segment_end, last=False)

@@ -1,0 +1,103 @@
+"""How the doors speak Triton's request language. With `bls.py` the only module that imports pb_utils."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from tritone.errors import TritoneError
+from tritone.ports import Array, Port
+
+
+def read_inputs(request: Any, ports: Iterable[Port]) -> dict[str, Any]:
+    """The plain values of the inputs that are present. Raises InvalidRequest (see Port.unpack)."""
+    known = {port.name: port for port in ports}
+    return {
+        tensor.name(): known[tensor.name()].unpack(tensor.as_numpy())
+        for tensor in request.inputs()
+        if tensor.name() in known
+    }
+
+
+def read_batched_inputs(request: Any, ports: Iterable[Port]) -> dict[str, Any]:
+    """As `read_inputs`, for a model with a batch dimension of 1 in front."""
+    known = {port.name: port for port in ports}
+    return {
+        tensor.name(): known[tensor.name()].unpack(tensor.as_numpy()[0])
+        for tensor in request.inputs()
+        if tensor.name() in known
+    }
+
+
+def read_parameters(request: Any) -> dict[str, Any]:
+    """The request parameters: int, bool or string values."""
+    return {
+        key: value
+        for key, value in json.loads(request.parameters() or "{}").items()
+        if not key.startswith(("sequence_", "triton_", "binary_data_output"))  # Triton's own
+    }
+
+
+def model_parameters(model_config: str) -> dict[str, str]:
+    """The custom parameters of a config.pbtxt."""
+    parameters = json.loads(model_config)["parameters"]
+    return {key: value["string_value"] for key, value in parameters.items()}
+
+
+def response(outputs: Mapping[str, Array]) -> Any:
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
+
+
+def error_response(error: TritoneError) -> Any:
+    code = getattr(pb_utils.TritonError, error.triton_code, pb_utils.TritonError.INTERNAL)
+    return pb_utils.InferenceResponse([], pb_utils.TritonError(error.message, code))
+
+
+class Reply:
+    """The responses of one request. FINAL is sent exactly once, by construction.
+
+    The server crashes when it is asked about cancellation after FINAL; the lock and the flag rule that out.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self._sender = request.get_response_sender()
+        self._requested = frozenset(request.requested_output_names())
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def send(self, outputs: Mapping[str, Array], final: bool = False) -> None:
+        """Send those of `outputs` that the caller asked for as one response; nothing after the final one."""
+        wanted = {name: array for name, array in outputs.items() if name in self._requested}
+        self._send(response(wanted), final)
+
+    def fail(self, error: TritoneError) -> None:
+        """End with an error; nothing if the reply has ended."""
+        self._send(error_response(error), final=True)
+
+    def is_cancelled(self) -> bool:
+        with self._lock:
+            return not self._closed and bool(self._sender.is_cancelled())
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """Names of the outputs that the caller asked for."""
+        return self._requested
+
+    def _send(self, item: Any, final: bool) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = final
+            self._sender.send(item, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+
+
+def log_info(text: str) -> None:
+    pb_utils.Logger.log_info(text)
+
+
+def log_error(text: str) -> None:
+    pb_utils.Logger.log_error(text)

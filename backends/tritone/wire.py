@@ -1,0 +1,357 @@
+"""The messages between doors, engines and orchestrators, and the local sockets that carry them.
+
+    door ──Open, Run, Cancel, Ping──► engine            engine ──Opened, Ran, Pong, Refused──► door
+    engine ──Piece──► engine (the next stage)           engine ──Piece, Finished, Failed──► orchestrator's inbox
+
+Sockets are AF_UNIX SOCK_SEQPACKET in the abstract namespace: message borders are the kernel's, nothing is
+left on disk after a kill -9, and a peer of another user is refused. A packet above INLINE_BYTES travels as
+a sealed memfd whose descriptor is passed; the kernel frees it on the last close.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import threading
+from typing import Any
+
+import msgspec
+import numpy as np
+
+INLINE_BYTES = 48 * 1024  # well under the default socket buffer, so that several packets fit
+MAX_PACKET_BYTES = 1 << 31
+SEND_TIMEOUT_S = 10.0  # a local peer that does not read for this long is taken for dead
+
+_ARRAY = 1  # msgpack extension type of a numpy array
+_INLINE, _SPILLED = b"\0", b"\1"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of everything that crosses a process border."""
+
+
+class Hello(Message, frozen=True):
+    """First message of a connection: who speaks."""
+
+    address: str  # where the speaker itself listens, "" if nowhere
+
+
+class Route(msgspec.Struct, frozen=True, array_like=True):
+    """Where some output ports of a session go: one consumer."""
+
+    address: str  # socket of the consumer
+    stage: str  # consuming stage's Triton model, "" for the orchestrator
+    ports: dict[str, str]  # output port of the producer to input port of the consumer
+
+
+class Open(Message, frozen=True):
+    """Start a session on a stage."""
+
+    call: int  # echoed in the answer
+    stage: str  # Triton model name of the stage
+    session: str
+    inbox: str  # address of the orchestrator's inbox
+    inputs: dict[str, Any]
+    sources: int  # how many upstream stages will send pieces; 0: `inputs` is everything
+    settings: dict[str, Any]
+    routes: list[Route]
+
+
+class Opened(Message, frozen=True):
+    call: int
+
+
+class Refused(Message, frozen=True):
+    """The answer to an Open or Run that failed as a whole."""
+
+    call: int
+    code: str  # TritoneError.code
+    what: str
+    cure: str
+
+
+class Cancel(Message, frozen=True):
+    """Forget a session on every stage of this engine process."""
+
+    session: str
+
+
+class Ping(Message, frozen=True):
+    call: int
+
+
+class Pong(Message, frozen=True):
+    call: int
+    stats: dict[
+        str, dict[str, Any]
+    ]  # by Triton model name; "beat_age_s" is the time since its loop last turned
+
+
+class StreamChunk(msgspec.Struct, frozen=True, array_like=True):
+    """One stream's share of a Run; see engines.base.Chunk."""
+
+    session: str
+    inputs: dict[str, Any]
+    start: bool
+    end: bool
+    settings: dict[str, Any]
+
+
+class Run(Message, frozen=True):
+    """One batch for a Triton-batched stage."""
+
+    call: int
+    stage: str
+    chunks: list[StreamChunk]
+
+
+class StreamResult(msgspec.Struct, frozen=True, array_like=True):
+    """Outputs by port, or an error code with its two sentences."""
+
+    outputs: dict[str, Any]
+    code: str = ""
+    what: str = ""
+    cure: str = ""
+
+
+class Ran(Message, frozen=True):
+    call: int
+    results: list[StreamResult]
+
+
+class Loading(Message, frozen=True):
+    """The engine process lives but serves nothing yet."""
+
+    typical_load_s: float
+
+
+class Ready(Message, frozen=True):
+    """Every stage of the engine process is loaded and warm."""
+
+    load_s: float
+
+
+class LoadFailed(Message, frozen=True):
+    what: str
+    cure: str
+
+
+class Piece(Message, frozen=True):
+    """What one step of a stage gave one session, on its way to one consumer."""
+
+    session: str
+    source: str  # Triton model name of the producing stage
+    stage: str  # consuming stage's Triton model, "" for the orchestrator
+    number: int  # counts the pieces of this session on this route from 0
+    values: dict[str, Any]  # by input port of the consumer
+    last: bool  # the producer ends
+
+
+class Finished(Message, frozen=True):
+    """A session ended on a stage."""
+
+    session: str
+    source: str
+    reason: str  # stop, length, repetition
+    usage: dict[str, Any]
+    timings: dict[str, float]  # seconds since the stage opened the session
+
+
+class Failed(Message, frozen=True):
+    """A session failed on a stage; nothing more comes from it."""
+
+    session: str
+    source: str
+    code: str
+    what: str
+    cure: str
+
+
+AnyMessage = (
+    Hello
+    | Open
+    | Opened
+    | Refused
+    | Cancel
+    | Ping
+    | Pong
+    | Run
+    | Ran
+    | Loading
+    | Ready
+    | LoadFailed
+    | Piece
+    | Finished
+    | Failed
+)
+
+
+class Disconnected(Exception):
+    """The peer of a channel is gone."""
+
+
+def _enc_hook(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        array = np.ascontiguousarray(value)
+        if array.dtype == object:
+            return [bytes(item) for item in array.reshape(-1)]
+        head = msgspec.msgpack.encode((array.dtype.str, array.shape))
+        body = array.data.cast("B") if array.size else b""
+        return msgspec.msgpack.Ext(_ARRAY, b"".join((struct.pack("<H", len(head)), head, body)))
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"cannot send {type(value).__name__}")
+
+
+def _ext_hook(code: int, data: memoryview) -> Any:
+    if code != _ARRAY:
+        raise ValueError(f"unknown extension {code}")
+    (size,) = struct.unpack_from("<H", data)
+    dtype, shape = msgspec.msgpack.decode(data[2 : 2 + size])
+    return np.frombuffer(data, dtype=dtype, offset=2 + size).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+_decoder = msgspec.msgpack.Decoder(AnyMessage, ext_hook=_ext_hook)
+
+
+def encode(message: AnyMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview | mmap.mmap) -> Any:
+    """The message in `data`. Arrays are read-only views of it."""
+    return _decoder.decode(data)
+
+
+class Channel:
+    """One connected socket. `send` may be called from any thread; `receive` from one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        seconds = int(SEND_TIMEOUT_S)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: AnyMessage) -> None:
+        """Raises Disconnected when the peer is gone or has not read for SEND_TIMEOUT_S."""
+        data = encode(message)
+        descriptors: list[int] = []
+        if len(data) > INLINE_BYTES:
+            descriptors = [_spill(data)]
+            parts = [_SPILLED]
+        else:
+            parts = [_INLINE, data]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd)) for fd in descriptors]
+        try:
+            with self._lock:
+                self._sock.sendmsg(parts, rights)
+        except OSError as error:
+            self.close()
+            raise Disconnected(str(error)) from None
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+
+    def receive(self, flags: int = 0) -> Any:
+        """The next message. Raises Disconnected at the end; BlockingIOError with MSG_DONTWAIT if none is there."""
+        try:
+            data, rights, message_flags, _ = self._sock.recvmsg(
+                INLINE_BYTES + 1, socket.CMSG_SPACE(4), flags | socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise Disconnected(str(error)) from None
+        if not data:
+            raise Disconnected("end of stream")
+        descriptors = [
+            struct.unpack("i", payload[:4])[0] for _, kind, payload in rights if kind == socket.SCM_RIGHTS
+        ]
+        try:
+            if message_flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise Disconnected("a packet was cut short")
+            if data[:1] == _INLINE:
+                return decode(memoryview(data)[1:])
+            with os.fdopen(os.dup(descriptors[0]), "rb") as file:
+                return decode(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except (msgspec.MsgspecError, ValueError, IndexError) as error:
+            raise Disconnected(f"a packet is not a message: {error}") from None
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+
+    def shutdown(self) -> None:
+        """End both directions: wakes a thread that waits in `receive`."""
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.shutdown()
+        self._sock.close()
+
+
+def _spill(data: bytes) -> int:
+    """A sealed memfd that holds `data`; sealed so that the reader may map it without fear of a fault."""
+    fd = os.memfd_create("tritone", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket. Raises OSError (EADDRINUSE) when another process serves the address."""
+    sock = _socket()
+    try:
+        sock.bind("\0" + address)
+        sock.listen(128)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def accept(server: socket.socket) -> Channel:
+    """The next peer of this user; others are turned away."""
+    while True:
+        sock, _ = server.accept()
+        if _peer_uid(sock) == os.getuid():
+            return Channel(sock)
+        sock.close()
+
+
+def connect(address: str) -> Channel:
+    """A channel to the process that serves `address`. Raises Disconnected when there is none."""
+    sock = _socket()
+    try:
+        sock.connect("\0" + address)
+    except OSError as error:
+        sock.close()
+        raise Disconnected(f"{address}: {error.strerror}") from None
+    if _peer_uid(sock) != os.getuid():
+        sock.close()
+        raise Disconnected(f"{address} belongs to another user")
+    return Channel(sock)
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def _peer_uid(sock: socket.socket) -> int:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])

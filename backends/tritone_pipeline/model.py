@@ -1,0 +1,28 @@
+"""Door of a pipeline model, decoupled or its whole-answer twin: requests go to the orchestrator."""
+
+import os
+
+from tritone.errors import TritoneError
+from tritone.orchestrator import Orchestrator
+from tritone.stage_door import load_deploy, server_name
+from tritone.triton import Reply, read_inputs, read_parameters
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        deploy, _, _ = load_deploy(args)
+        self._inputs = deploy.pipeline.inputs
+        name = f"{args['model_name']}/{server_name()}/{os.getpid()}"
+        self._orchestrator = Orchestrator(deploy, deploy.pipeline.facts(deploy.checkpoint), name)
+
+    def execute(self, requests):
+        for request in requests:
+            reply = Reply(request)
+            try:
+                values = read_inputs(request, self._inputs)
+                self._orchestrator.submit(values, read_parameters(request), reply)
+            except TritoneError as error:
+                reply.fail(error)
+
+    def finalize(self):
+        self._orchestrator.close()

@@ -1,0 +1,304 @@
+"""The command `tritone`.
+
+    chat  say  bench  ping                   ask a running server; this package alone is enough
+    serve  render  check  doctor  models     run one; they come with `tritone[server]`
+
+Exit codes: 0 done, 1 failed (one sentence on stderr), 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from typing import Any
+
+from tritone_client import bench
+from tritone_client.client import DEFAULT_PIPELINE, DEFAULT_URL, AsyncTritoneClient
+from tritone_client.display import choose_display
+from tritone_client.errors import InvalidRequest, ServerFault, TritoneError
+from tritone_client.events import AudioChunk, Done, Event
+from tritone_client.request import RequestOptions
+from tritone_client.wav import WavWriter, checked_wav_path
+
+SERVER_COMMANDS = {
+    "serve": "start a Triton server with pipelines",
+    "render": "write the model repository from deploy files",
+    "check": "check pipelines and deploy files",
+    "doctor": "say what this machine lacks to serve",
+    "models": "list the pipelines",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Wrong usage raises SystemExit(2), as argparse does."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of stdout went away; point stdout elsewhere, or Python complains again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except TritoneError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except Exception as error:
+        if os.environ.get("TRITONE_DEBUG"):
+            raise
+        return _fail(f"{type(error).__name__}: {error}; this is a bug, TRITONE_DEBUG=1 shows where")
+
+
+def _run(arguments: list[str]) -> int:
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser, commands = _parser()
+    if command is None or command in SERVER_COMMANDS:
+        missing = _add_server_commands(commands)
+        if command in SERVER_COMMANDS and missing:
+            return _fail(f"`tritone {command}` needs the server part ({missing}); install `tritone[server]`")
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    return int(args.run(args))
+
+
+def _fail(sentence: str) -> int:
+    print(f"tritone: {' '.join(sentence.split())}", file=sys.stderr)
+    return 1
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Any]:
+    parser = argparse.ArgumentParser(
+        prog="tritone", description="Speech, text and pictures from models on Triton."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command")
+
+    chat = commands.add_parser("chat", help="ask a question and hear the answer")
+    chat.add_argument("question", nargs="?", help="the question; may be left out if --audio is given")
+    chat.add_argument("--audio", type=Path, metavar="FILE", help="a spoken question: WAV, FLAC or MP3")
+    chat.add_argument("--system", metavar="TEXT", help="how the assistant should behave")
+    chat.add_argument("--modalities", metavar="LIST", help="e.g. text,audio or text; default: all there are")
+    chat.add_argument("--out", type=_wav_path, metavar="FILE.wav", help="write the spoken answer here")
+    _add_request_arguments(chat)
+    _add_server_arguments(chat)
+    chat.set_defaults(run=_chat, parser=chat)
+
+    say = commands.add_parser("say", help="speak a text")
+    say.add_argument("text", help="the text to speak")
+    say.add_argument("--out", type=_wav_path, metavar="FILE.wav", required=True, help="write the speech here")
+    _add_request_arguments(say)
+    _add_server_arguments(say)
+    say.set_defaults(run=_say, parser=say)
+
+    load = commands.add_parser("bench", help="measure latency and throughput under load")
+    load.add_argument("pipeline", nargs="?", default=DEFAULT_PIPELINE, help=f"default: {DEFAULT_PIPELINE}")
+    load.add_argument(
+        "--concurrency", type=_positive_list, default=(1, 8), metavar="LIST", help="levels; default: 1,8"
+    )
+    load.add_argument("--requests", type=_positive, default=32, metavar="N", help="per level; default: 32")
+    load.add_argument("--prompts", type=Path, metavar="FILE", help="one per line; default: a built-in list")
+    load.add_argument("--warmup", type=int, default=1, metavar="N", help="unmeasured requests; default: 1")
+    load.add_argument("--modalities", metavar="LIST", help="default: all there are")
+    _add_request_arguments(load)
+    _add_url_arguments(load)
+    load.set_defaults(run=_bench, parser=load)
+
+    ping = commands.add_parser("ping", help="exit 0 if every stage of the pipeline is ready, 1 if not")
+    ping.add_argument("--deadline-s", type=float, default=5.0, metavar="S", help="default: 5")
+    _add_server_arguments(ping)
+    ping.set_defaults(run=_ping, parser=ping)
+    return parser, commands
+
+
+def _add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--speaker", metavar="NAME", help="the voice")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="length limit of the text")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    parser.add_argument("--deadline-s", type=float, metavar="S", help="give up after so many seconds")
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+
+
+def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    default = DEFAULT_PIPELINE
+    parser.add_argument("--pipeline", default=default, metavar="NAME", help=f"default: {default}")
+    _add_url_arguments(parser)
+
+
+def _add_url_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, metavar="HOST:PORT", help=f"default: {DEFAULT_URL}")
+    parser.add_argument("--ssl", action="store_true", help="use TLS")
+    parser.add_argument("--root-certificates", metavar="FILE.pem", help="whom to trust with TLS")
+
+
+def _add_server_commands(commands: Any) -> str | None:
+    """Let the server part add its commands; without it add their help alone and say what is missing."""
+    try:
+        from tritone.cli import add_commands
+    except ImportError as error:
+        for name, meaning in SERVER_COMMANDS.items():
+            commands.add_parser(name, help=f"{meaning} (needs tritone[server])")
+        return str(error)
+    add_commands(commands)
+    return None
+
+
+def _chat(args: argparse.Namespace) -> int:
+    if args.question is None and args.audio is None:
+        args.parser.error("give a question, or --audio")
+    options = _request_options(args)
+    options["modalities"] = args.modalities
+    if args.audio is not None:
+        options["audio"] = args.audio
+    if args.json:
+        options["return_timings"] = True
+    question = args.question
+    if args.system is not None:
+        options["messages"] = [
+            {"role": "system", "content": args.system},
+            {"role": "user", "content": _user_content(question, args.audio)},
+        ]
+        question = None
+    return asyncio.run(_converse(args, lambda client: client.stream(question, **options)))
+
+
+def _user_content(question: str | None, audio: Path | None) -> str | list[dict[str, str]]:
+    """The user's turn; media parts stand for the media tensors, in their order."""
+    if audio is None:
+        return question or ""
+    text = [] if question is None else [{"type": "text", "text": question}]
+    return [{"type": "audio"}, *text]
+
+
+def _say(args: argparse.Namespace) -> int:
+    options = _request_options(args)
+    return asyncio.run(_converse(args, lambda client: client.say(args.text, **options)))
+
+
+async def _converse(
+    args: argparse.Namespace, request: Callable[[AsyncTritoneClient], AsyncGenerator[Event, None]]
+) -> int:
+    """Stream one answer to the display and, if asked for, into a WAV file."""
+    done: Done | None = None
+    with ExitStack() as stack:
+        wav = None if args.out is None else stack.enter_context(WavWriter(args.out))
+        async with _client(args) as client, aclosing(request(client)) as events:
+            display = stack.enter_context(choose_display(args.json))
+            async for event in events:
+                display.show(event)
+                if wav is not None and isinstance(event, AudioChunk):
+                    wav.write(event)
+                if isinstance(event, Done):
+                    done = event
+        if done is None:
+            raise ServerFault("the answer ended without its last event")
+        written = wav.path if wav is not None and wav.audio_s else None
+        display.summarize(done, written)
+    if wav is not None and written is None:
+        return _fail(f"the answer has no audio, so {args.out} was not written; try --modalities audio")
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    options = _request_options(args)
+    options["modalities"] = args.modalities
+    plan = bench.BenchPlan(
+        concurrencies=args.concurrency,
+        num_requests=args.requests,
+        prompts=bench.PROMPTS if args.prompts is None else _read_prompts(args.prompts),
+        first_seed=options.pop("seed", None) or 0,
+        num_warmup_requests=args.warmup,
+        options=options,
+    )
+    return asyncio.run(_run_bench(args, plan))
+
+
+async def _run_bench(args: argparse.Namespace, plan: bench.BenchPlan) -> int:
+    reports = []
+    async with _client(args) as client:
+        async for report in bench.run_bench(client, plan):
+            reports.append(report)
+            if args.json:
+                print(json.dumps({"event": "level", **report.as_dict()}), flush=True)
+            else:
+                print(f"concurrency {report.concurrency}: done in {report.wall_s:.1f} s", file=sys.stderr)
+    num_errors = sum(report.num_errors for report in reports)
+    if args.json:
+        summary = {
+            "event": "summary",
+            "pipeline": args.pipeline,
+            "url": args.url,
+            "num_requests": sum(report.num_requests for report in reports),
+            "num_errors": num_errors,
+        }
+        print(json.dumps(summary), flush=True)
+    else:
+        print(bench.table(reports))
+    if not num_errors:
+        return 0
+    errors: Counter[str] = Counter()
+    for report in reports:
+        errors.update(report.errors)
+    [(message, count)] = errors.most_common(1)
+    return _fail(f"{num_errors} requests failed, {count} of them with {message}")
+
+
+def _ping(args: argparse.Namespace) -> int:
+    stages = asyncio.run(_run_ping(args))
+    down = [f"{name} ({state['error']})" for name, state in stages.items() if "error" in state]
+    if down:
+        return _fail(f"{args.pipeline} at {args.url} is not ready: {', '.join(down)}")
+    print(f"{args.pipeline} at {args.url} is ready: {', '.join(stages)}")
+    return 0
+
+
+async def _run_ping(args: argparse.Namespace) -> dict[str, Any]:
+    async with _client(args) as client:
+        return await client.ping(args.deadline_s)
+
+
+def _client(args: argparse.Namespace) -> AsyncTritoneClient:
+    secure = args.ssl or args.root_certificates is not None
+    return AsyncTritoneClient(args.url, args.pipeline, ssl=secure, root_certificates=args.root_certificates)
+
+
+def _request_options(args: argparse.Namespace) -> RequestOptions:
+    return {
+        "speaker": args.speaker,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "seed": args.seed,
+        "deadline_s": args.deadline_s,
+    }
+
+
+def _read_prompts(path: Path) -> tuple[str, ...]:
+    prompts = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    if not prompts:
+        raise InvalidRequest(f"{path} holds no prompts; write one per line")
+    return prompts
+
+
+def _wav_path(text: str) -> Path:
+    try:
+        return checked_wav_path(text)
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _positive_list(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part.strip()) for part in text.split(","))

@@ -1,0 +1,93 @@
+"""What a pipeline answers, event by event.
+
+    TextDelta … AudioChunk … TextDelta … AudioChunk … Done        one request, in the order of arrival
+
+Every event carries `index`, the number of the response it came in, counted from 0. The last event is `Done`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Samples: TypeAlias = npt.NDArray[np.int16] | npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """The next piece of the text; whole characters, never half a UTF-8 sequence."""
+
+    text: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioChunk:
+    """The next piece of the speech, as raw mono samples."""
+
+    samples: Samples  # int16 or float32 [n], read-only; float samples lie in [-1, 1]
+    sample_rate_hz: int
+    sample_offset: int  # place of samples[0] in the whole answer
+    index: int
+
+    @property
+    def duration_s(self) -> float:
+        return len(self.samples) / self.sample_rate_hz
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedAudio:
+    """The next piece of the speech as a file; all pieces joined are one valid file of `audio_format`."""
+
+    data: bytes
+    audio_format: str  # wav, flac or opus
+    index: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Media:
+    """Pictures or video: raw frames or encoded files, as the pipeline chose."""
+
+    modality: str  # image or video
+    frames: npt.NDArray[np.uint8] | None  # uint8 [frames, height, width, 3], RGB
+    files: tuple[bytes, ...]  # PNG for images, MP4 for video
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A long stage reports how far it is."""
+
+    info: Mapping[str, Any]
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """One request as its caller saw it; the clock starts when the request is sent."""
+
+    ttft_s: float | None  # first text; None if there was none
+    ttfp_s: float | None  # first packet of audio; None if there was none
+    e2el_s: float  # the end of the answer
+    audio_s: float  # length of the speech; 0 if there was none
+    rtf: float | None  # e2el_s / audio_s: below 1 is faster than speech; None without audio
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer is complete."""
+
+    finish_reasons: Mapping[str, str]  # by modality: stop, length, deadline, repetition or cancelled
+    usage: Mapping[str, Any]
+    stage_timings: Mapping[str, Any]  # by stage, measured on the server; empty unless return_timings was set
+    seed: int | None  # repeats this answer
+    info: Mapping[str, Any]  # all that the server said, including the above
+    measured: Timings
+    index: int
+
+
+Event: TypeAlias = TextDelta | AudioChunk | EncodedAudio | Media | Progress | Done

@@ -1,0 +1,179 @@
+"""Real servers for tests: started by `tritone serve` or plain, on free ports, and gone without a trace after."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tritone import server as servers
+from tritone_client import AsyncTritoneClient
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 120
+
+
+@dataclass
+class RunningServer:
+    """A server that is ready."""
+
+    process: subprocess.Popen
+    grpc_url: str
+    http_url: str
+    folder: Path  # engines of this server name it in their command line
+    log: Path
+
+    def client(self, pipeline):
+        return AsyncTritoneClient(self.grpc_url, pipeline=pipeline)
+
+    def engine_pids(self, stages):
+        """Engine processes that host exactly `stages`, a comma-separated list."""
+        return [pid for pid, words in self._engines() if f"--stages={stages}" in words]
+
+    def engine_pid(self, stages):
+        """The one of them, once it is up."""
+        deadline = time.monotonic() + 10
+        while not (pids := self.engine_pids(stages)):
+            assert time.monotonic() < deadline, f"no engine hosts {stages}"
+            time.sleep(0.05)
+        return pids[0]
+
+    def all_pids(self):
+        """Server, stubs and engines."""
+        found = {pid for pid, _ in self._engines()}
+        for pid, words in command_lines():
+            if any(str(self.folder) in word for word in words):
+                found.add(pid)
+        return found
+
+    def _engines(self):
+        for pid, words in command_lines():
+            if "tritone.engines.host" in words and any(str(self.folder) in word for word in words):
+                yield pid, words
+
+
+def command_lines():
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                yield int(entry.name), (entry / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue  # it ended meanwhile
+
+
+def wait_until(condition, timeout_s, what):
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+    return value
+
+
+def tail(log):
+    return log.read_text(errors="replace")[-3000:] if log.exists() else "no log"
+
+
+@pytest.fixture(scope="session")
+def echo_folder(tmp_path_factory):
+    """A deploy file for the weight-free pipeline of tests/pipelines."""
+    folder = tmp_path_factory.mktemp("echo")
+    pipeline = ROOT / "tests" / "pipelines" / "echo.py"
+    (folder / "deploy.yaml").write_text(yaml.safe_dump({"pipeline": str(pipeline)}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory):
+    """serve(*targets, overrides=()) starts `tritone serve` and returns it when every stage answers."""
+    started = []
+
+    def start(*targets, overrides=()):
+        run_folder = tmp_path_factory.mktemp("run")
+        words = [sys.executable, "-m", "tritone", "serve", *map(str, targets), f"--run-dir={run_folder}"]
+        words += [f"--{kind}-port=0" for kind in ("http", "grpc", "metrics")]
+        words += [f"--set={override}" for override in overrides]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        log = run_folder / "server.log"
+
+        def ready():
+            assert process.poll() is None, process.stdout.read() + tail(log)
+            return (run_folder / "ready.json").exists()
+
+        wait_until(ready, START_TIMEOUT_S, f"not ready: {tail(log)}")
+        facts = json.loads((run_folder / "ready.json").read_text())
+        server = RunningServer(process, facts["grpc"], facts["http"], run_folder, log)
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        pids = server.all_pids()
+        server.process.send_signal(signal.SIGTERM)
+        output, _ = server.process.communicate(timeout=60)
+        assert server.process.returncode == 0, output + tail(server.log)
+        leftovers = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        assert not leftovers, f"{leftovers} outlived the server"
+
+
+@pytest.fixture
+def plain_server(tmp_path):
+    """plain_server(folder) starts tritonserver itself on a rendered repository: default pool, default flags."""
+    started = []
+
+    def start(folder):
+        subprocess.run(
+            [sys.executable, "-m", "tritone", "render", str(folder), f"--out={tmp_path / 'repository'}"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        found, python = servers.find(), servers.Interpreter.current()
+        backends = servers.compose(found, tmp_path / "backends")
+        http, grpc, metrics = free_ports(3)
+        words = [
+            str(found.binary),
+            f"--model-repository={tmp_path / 'repository'}",
+            f"--backend-directory={backends}",
+            "--http-address=127.0.0.1",
+            "--grpc-address=127.0.0.1",
+            "--metrics-address=127.0.0.1",
+            f"--http-port={http}",
+            f"--grpc-port={grpc}",
+            f"--metrics-port={metrics}",
+        ]
+        log = tmp_path / "server.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                words, env=servers.environment(found, python), stdout=output, stderr=subprocess.STDOUT
+            )
+        server = RunningServer(process, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", tmp_path, log)
+        started.append(server)
+
+        def ready():
+            assert process.poll() is None, tail(log)
+            return subprocess.run(
+                ["curl", "-sf", f"{server.http_url}/v2/health/ready"], stdout=subprocess.DEVNULL
+            ).returncode == 0
+
+        wait_until(ready, START_TIMEOUT_S, f"not ready: {tail(log)}")
+        return server
+
+    yield start
+    for server in started:
+        pids = server.all_pids()
+        server.process.terminate()
+        assert server.process.wait(timeout=60) == 0, tail(server.log)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5, "engines outlived the server")
+
+
+def free_ports(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports

@@ -1,0 +1,186 @@
+"""The framework on a real tritonserver, with the weight-free echo pipeline: every sample is accounted for."""
+
+import asyncio
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from echo import expected_pcm
+
+from tritone_client import AudioChunk, Done, InvalidRequest, TextDelta, TritoneError, Unavailable
+
+pytestmark = pytest.mark.server
+
+PACED = ["stage.writer.engine.step_s=0.01"]
+
+
+@pytest.fixture(scope="module")
+def server(serve, echo_folder):
+    return serve(echo_folder, overrides=PACED)
+
+
+async def ask(client, text, **options):
+    """The whole answer of a stream: text, float32 samples, done."""
+    text_out, samples, done = "", [], None
+    async for event in client.stream(text, audio_format="f32", **options):
+        match event:
+            case TextDelta():
+                text_out += event.text
+            case AudioChunk():
+                assert event.sample_offset == sum(map(len, samples))
+                samples.append(event.samples)
+            case Done():
+                done = event
+    return text_out, np.concatenate([np.zeros(0, np.float32), *samples]), done
+
+
+def is_exact(answer):
+    text, samples, _ = answer
+    return np.array_equal(samples, expected_pcm(text))
+
+
+async def test_text_and_audio_interleave_and_end_once(server):
+    async with server.client("echo") as client:
+        kinds = [type(event) async for event in client.stream("one two three four five six")]
+    assert kinds.count(Done) == 1 and kinds[-1] is Done
+    first_audio, last_text = kinds.index(AudioChunk), len(kinds) - 1 - kinds[::-1].index(TextDelta)
+    assert first_audio < last_text, "speech must start while the text is being written"
+
+
+async def test_sixteen_different_requests_at_once_never_mix(server):
+    async with server.client("echo") as client:
+        texts = [f"request {i} says {'la ' * i}" for i in range(16)]
+        answers = await asyncio.gather(*(ask(client, text) for text in texts))
+    for text, answer in zip(texts, answers, strict=True):
+        assert answer[0].split() == text.split() and is_exact(answer)
+
+
+@pytest.mark.parametrize(("initial", "later"), [(1, 1), (4, 25), (3, 7), (4000, 4000)])
+async def test_the_chunk_policy_of_a_request_does_not_change_its_sound(server, initial, later):
+    parameters = {"initial_codec_chunk_frames": initial, "codec_chunk_frames": later}
+    async with server.client("echo") as client:
+        assert is_exact(await ask(client, "words of quite different lengths indeed", parameters=parameters))
+
+
+async def test_utf8_never_breaks_in_a_delta(server):
+    async with server.client("echo") as client:
+        text, _, _ = await ask(client, "聪明 🙂 第五项修炼", modalities="text")
+    assert text.split() == ["聪明", "🙂", "第五项修炼"]
+
+
+async def test_text_only_starts_no_speech_stage(server):
+    async with server.client("echo") as client:
+        before = (await client.ping(5))["wave"]["engines"][0]["chunks"]
+        _, samples, done = await ask(client, "quiet please", modalities="text")
+        after = (await client.ping(5))["wave"]["engines"][0]["chunks"]
+    assert len(samples) == 0 and before == after and set(done.finish_reasons) == {"text"}
+
+
+async def test_leaving_frees_every_stage_within_half_a_second(server):
+    async with server.client("echo") as client:
+        for _ in range(5):
+            async for event in client.stream("word " * 200):
+                if isinstance(event, AudioChunk):
+                    break
+        deadline = time.monotonic() + 0.5
+        while (active := await active_sessions(client)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        assert active == 0
+        assert is_exact(await ask(client, "still exact after five aborts"))
+
+
+async def active_sessions(client):
+    stages = await client.ping(5)
+    return sum(engine["active"] for stage in stages.values() for engine in stage["engines"])
+
+
+async def test_a_deadline_in_mid_stream_keeps_what_was_made_and_says_so(server):
+    async with server.client("echo") as client:
+        text, samples, done = await ask(client, "word " * 200, parameters={"deadline_ms": 500})
+        assert 0 < len(text) < 1000 and len(samples) > 0
+        assert np.array_equal(samples, expected_pcm("word " * 200)[: len(samples)])
+        assert done.finish_reasons == {"text": "deadline", "audio": "deadline"}
+        assert await active_sessions(client) == 0
+
+
+@pytest.mark.parametrize("stage", ["writer", "singer", "wave"])
+async def test_kill_9_of_an_engine_fails_its_request_and_no_later_one(server, stage):
+    async with server.client("echo") as client:
+        stream = client.stream("word " * 200)
+        async for event in stream:
+            if isinstance(event, AudioChunk):
+                break
+        os.kill(server.engine_pid(stage), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="engine"):
+            async for _ in stream:
+                pass
+        assert time.monotonic() - began < 2
+        answer = await until_it_works(client, 10)
+        assert is_exact(answer)
+
+
+async def until_it_works(client, limit_s):
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            return await ask(client, "hello again")
+        except Unavailable as error:
+            assert time.monotonic() < end, error
+            await asyncio.sleep(0.1)
+
+
+async def test_ping_tells_a_dead_stage(server):
+    async with server.client("echo") as client:
+        pid = server.engine_pid("singer")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="singer"):
+            await client.ping(5)
+        await until_it_works(client, 10)
+        assert set(await client.ping(5)) == {"writer", "singer", "wave"}
+
+
+async def test_a_refusal_of_a_stage_reaches_the_client_as_it_is(server):
+    async with server.client("echo") as client:
+        with pytest.raises(InvalidRequest, match="start with another word"):
+            await ask(client, "refuse this")
+        assert await active_sessions(client) == 0
+
+
+async def test_stages_cannot_be_called_from_outside(server):
+    async with server.client("echo_writer") as client:
+        with pytest.raises(TritoneError):
+            await client.ping(5)
+
+
+async def test_instances_share_the_work_and_colocated_stages_share_a_process(serve, echo_folder):
+    server = serve(
+        echo_folder,
+        overrides=[*PACED, "stage.writer.instances=2", "stage.singer.colocate=speech", "stage.wave.colocate=speech"],
+    )
+    assert server.engine_pid("singer,wave")
+    async with server.client("echo") as client:
+        tasks = [asyncio.create_task(ask(client, "word " * 60)) for _ in range(8)]
+        await asyncio.sleep(0.5)
+        loads = [engine["sessions"] for engine in (await client.ping(5))["writer"]["engines"]]
+        assert len(loads) == 2 and min(loads) >= 2, loads
+        assert all(map(is_exact, await asyncio.gather(*tasks)))
+        os.kill(server.engine_pid("writer"), signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        assert is_exact(await ask(client, "the other instance answers")), "one of two may die unnoticed"
+
+
+async def test_plain_tritonserver_refuses_above_the_cap_and_is_never_stuck(plain_server, echo_folder):
+    """Nothing of ours around it: default thread pool, default flags."""
+    server = plain_server(echo_folder)
+    async with server.client("echo") as client:
+        for _ in range(3):
+            tasks = [ask(client, f"request {i} of many " * 5) for i in range(48)]
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            refused = [r for r in results if isinstance(r, Unavailable)]
+            served = [r for r in results if not isinstance(r, BaseException)]
+            assert len(served) >= 32 and len(served) + len(refused) == 48
+            assert all("max_in_flight" in str(r) for r in refused) and all(map(is_exact, served))
+        assert await active_sessions(client) == 0

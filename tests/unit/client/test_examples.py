@@ -1,0 +1,144 @@
+"""Every example runs and writes what it says."""
+
+import base64
+import json
+import runpy
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from fake_triton import Audio, Done, Fail, Hang, Text, counting_samples
+
+import tritone_client
+from tritone_client import write_wav
+
+EXAMPLES = Path(tritone_client.__file__).parents[1] / "examples"
+
+
+def run_example(monkeypatch, name: str, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def assert_reply(path: Path) -> None:
+    samples, rate_hz = soundfile.read(path, dtype="int16")
+    assert rate_hz == 24_000
+    np.testing.assert_array_equal(samples, counting_samples(0, 1000))
+
+
+@pytest.mark.parametrize("name", ["chat_async.py", "chat_sync.py", "plain_grpc_sync.py", "plain_grpc_aio.py"])
+def test_streaming_examples(triton, monkeypatch, tmp_path, capsys, name):
+    out = tmp_path / "reply.wav"
+    run_example(monkeypatch, name, "--url", triton.url, "--out", str(out))
+    assert "Hello" in capsys.readouterr().out
+    assert_reply(out)
+
+
+@pytest.mark.parametrize("name", ["plain_grpc_sync.py", "plain_grpc_aio.py"])
+def test_plain_examples_report_errors(triton, monkeypatch, name):
+    import grpc
+
+    triton.script = [Text("a"), Fail(grpc.StatusCode.UNAVAILABLE, "TRITONE_UNAVAILABLE: busy; later")]
+    with pytest.raises(SystemExit, match="UNAVAILABLE: TRITONE_UNAVAILABLE: busy; later"):
+        run_example(monkeypatch, name, "--url", triton.url)
+
+
+def test_plain_aio_example_can_stop(triton, monkeypatch, tmp_path, capsys):
+    triton.script = [Text("a"), Hang()]
+    out = tmp_path / "reply.wav"
+    arguments = ["--url", triton.url, "--out", str(out), "--stop-after-s", "0.3"]
+    run_example(monkeypatch, "plain_grpc_aio.py", *arguments)
+    assert "stopped after 0.3 s" in capsys.readouterr().out
+    assert triton.cancelled.wait(2.0)
+
+
+@pytest.mark.parametrize("name", ["plain_grpc_sync.py", "plain_grpc_aio.py", "plain_shared_memory.py"])
+def test_plain_examples_use_tritonclient_alone(name):
+    source = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert "tritone_client" not in source and "soundfile" not in source
+
+
+def test_shared_memory_example(triton, monkeypatch, tmp_path, capsys):
+    triton.script = [Text("Hello"), Audio(1000), Done()]
+    question, out = tmp_path / "question.wav", tmp_path / "reply.wav"
+    write_wav(question, counting_samples(0, 4000), 16_000)
+    run_example(monkeypatch, "plain_shared_memory.py", str(question), "--url", triton.url, "--out", str(out))
+    [request] = triton.requests
+    assert request.model == "smoltalk_sync"
+    expected = counting_samples(0, 4000).astype(np.float32) / 32768
+    np.testing.assert_allclose(request.inputs["audio_input"], expected)
+    assert request.inputs["audio_input_rate"].tolist() == [16_000]
+    assert "Hello" in capsys.readouterr().out
+    assert_reply(out)
+    assert not list(Path("/dev/shm").glob("question_*"))
+
+
+class Generate(BaseHTTPRequestHandler):
+    """Triton's generate extension, for one fixed answer: two events, or one object."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.seen.append((self.path, body))
+        if body["text_input"] == "fail":
+            self._reply(400, json.dumps({"error": "TRITONE_INVALID_ARG: no"}))
+            return
+        pieces = [(0, 1000)] if self.path.endswith("/generate") else [(0, 401), (401, 599)]
+        events = [
+            {
+                "event": "audio",
+                "text_output": 'Hello "you"',
+                "sample_rate": 24_000,
+                "audio_encoded": base64.b64encode(counting_samples(*piece).tobytes()).decode(),
+            }
+            for piece in pieces
+        ]
+        if self.path.endswith("/generate"):
+            self._reply(200, json.dumps(events[0]))
+        else:
+            done = {"event": "done", "text_output": ""}
+            self._reply(200, "".join(f"data: {json.dumps(event)}\n\n" for event in [*events, done]))
+
+    def _reply(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def http_triton():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Generate)
+    server.seen = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("name", "streams"), [("generate.sh", False), ("generate_stream.sh", True)])
+def test_curl_examples(http_triton, tmp_path, name, streams):
+    url = f"http://127.0.0.1:{http_triton.server_port}"
+    command = [EXAMPLES / name, 'say "hi"', "--url", url, "--out", tmp_path / "reply.wav"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert 'Hello "you"' in run.stdout
+    assert_reply(tmp_path / "reply.wav")
+    [(path, body)] = http_triton.seen
+    assert path == f"/v2/models/smoltalk/{name.removesuffix('.sh')}"
+    assert body == {"text_input": 'say "hi"', "stream": streams, "audio_format": "s16_base64"}
+
+
+@pytest.mark.parametrize("name", ["generate.sh", "generate_stream.sh"])
+def test_curl_examples_report_errors(http_triton, name):
+    url = f"http://127.0.0.1:{http_triton.server_port}"
+    run = subprocess.run([EXAMPLES / name, "fail", "--url", url], capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "TRITONE_INVALID_ARG: no" in run.stderr

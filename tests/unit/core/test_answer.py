@@ -1,0 +1,83 @@
+"""What a client receives: every response complete, numbered and placed; one end."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tritone import deploy as deploys
+from tritone.answer import Answer
+from tritone.request import read_request
+
+DEPLOY = deploys.load(Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml")
+RATE_HZ = 24000
+REQUEST = read_request({"text_input": "Hi"}, {}, DEPLOY, drawn_seed=5)
+
+
+def answer(**changes):
+    responses = []
+    made = Answer(
+        dataclasses.replace(REQUEST, **changes), RATE_HZ, lambda tensors, final: responses.append((tensors, final))
+    )
+    return made, responses
+
+
+def tone(samples, offset=0):
+    return (0.5 * np.sin(2 * np.pi * 440 * (np.arange(samples) + offset) / RATE_HZ)).astype(np.float32)
+
+
+def fill(made):
+    made.text("Hello ", 2)
+    made.audio(tone(300))
+    made.text("you.", 1)
+    made.audio(tone(500, 300))
+    made.audio(np.zeros(0, np.float32))
+    made.finish_reasons.update(text="stop", audio="stop")
+    made.done({"prompt_tokens": 7}, {"thinker": {"total_s": 1.0}})
+
+
+def test_a_stream_is_numbered_placed_and_ends_once():
+    made, responses = answer(stream=True)
+    fill(made)
+    assert [str(t["event"][0], "utf8") for t, _ in responses] == ["text", "audio", "text", "audio", "done"]
+    assert [int(t["index"][0]) for t, _ in responses] == [0, 1, 2, 3, 4]
+    assert [final for _, final in responses] == [False] * 4 + [True]
+    assert b"".join(t["text_output"][0] for t, _ in responses) == b"Hello you."
+    assert [int(t["sample_offset"][0]) for t, _ in responses if "sample_offset" in t] == [0, 300]
+    assert all(int(t["sample_rate"][0]) == RATE_HZ for t, _ in responses if "audio_output" in t)
+
+
+def test_a_whole_answer_is_one_response_with_the_same_content():
+    streamed, parts = answer(stream=True, audio_format="f32")
+    whole, (one,) = answer(stream=False, audio_format="f32"), (None,)
+    fill(streamed)
+    made, responses = whole
+    fill(made)
+    ((one, final),) = responses
+    assert final and one["event"][0] == b"done" and one["text_output"][0] == b"Hello you."
+    joined = np.concatenate([t["audio_f32"] for t, _ in parts if "audio_f32" in t])
+    assert np.array_equal(one["audio_f32"], joined) and len(joined) == 800
+
+
+def test_done_tells_reasons_usage_seed_and_timings_if_asked():
+    made, responses = answer(stream=True, return_timings=True, return_num_input_tokens=True)
+    fill(made)
+    last = responses[-1][0]
+    info = json.loads(last["info"][0])
+    assert json.loads(last["finish_reason"][0]) == {"text": "stop", "audio": "stop"}
+    assert info["usage"] == {"prompt_tokens": 7, "audio_s": round(800 / RATE_HZ, 6)} and info["seed"] == 5
+    assert info["timings"]["stages"] == {"thinker": {"total_s": 1.0}}
+    assert 0 <= info["timings"]["ttft_s"] <= info["timings"]["ttfp_s"] <= info["timings"]["total_s"]
+    assert int(last["num_input_tokens"][0]) == 7
+    made, responses = answer(stream=True)
+    fill(made)
+    assert "timings" not in json.loads(responses[-1][0]["info"][0])
+
+
+@pytest.mark.parametrize(("stream", "counts"), [(True, [2, 1]), (False, [3])])
+def test_output_tokens_are_counted_where_they_are_sent(stream, counts):
+    made, responses = answer(stream=stream, return_num_output_tokens=True)
+    fill(made)
+    assert [int(t["num_output_tokens"][0]) for t, _ in responses if "num_output_tokens" in t] == counts

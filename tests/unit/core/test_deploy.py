@@ -1,0 +1,89 @@
+"""deploy.yaml: every wrong key or value is named with what to do; overrides win; the digest follows."""
+
+from pathlib import Path
+
+import pytest
+
+from tritone import deploy as deploys
+from tritone.errors import ConfigError
+
+SHIPPED = Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml"
+
+
+def write(tmp_path, text):
+    path = tmp_path / "deploy.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_shipped_file_is_valid_and_caps_bls_below_the_default_thread_pool():
+    deploy = deploys.load(SHIPPED)
+    assert deploy.pipeline.name == "smoltalk"
+    assert deploy.bls_threads < 32
+    assert deploy.stage("thinker").model == "smoltalk_thinker"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stages: {}", ["no `pipeline:`"]),
+        ("pipeline: smoltok", ["smoltok", "smoltalk"]),
+        ("pipeline: smoltalk\nmax_inflight: 3", ["max_inflight", "max_in_flight"]),
+        ("pipeline: smoltalk\nmax_in_flight: many", ["max_in_flight", "int"]),
+        ("pipeline: smoltalk\nmax_in_flight: 0", ["max_in_flight", "at least 1"]),
+        ("pipeline: smoltalk\nstages: {taker: {}}", ["taker", "talker"]),
+        ("pipeline: smoltalk\nstages: {talker: {instnces: 2}}", ["talker", "instnces", "instances"]),
+        ("pipeline: smoltalk\nstages: {thinker: {engine: {max_slot: 2}}}", ["max_slot", "max_slots"]),
+        ("pipeline: smoltalk\nstages: {thinker: {engine: {kind: vlm}}}", ["vlm", "torch"]),
+        ("pipeline: smoltalk\nstages: {thinker: {sampling: {temperature: hot}}}", ["temperature", "hot"]),
+        ("pipeline: smoltalk\nstages: {code2wav: {sampling: {seed: 1}}}", ["does not sample"]),
+        ("pipeline: smoltalk\nstages: {ears: {device: tpu}}", ["tpu", "cpu or gpu"]),
+        ("pipeline: smoltalk\nchunks: {frames: 3}", ["chunks", "frames", "codec_chunk_frames"]),
+        ("pipeline: [", ["not YAML"]),
+        (
+            "pipeline: smoltalk\nstages: {talker: {colocate: s}, code2wav: {colocate: s, instances: 2}}",
+            ["talker", "code2wav", "instances"],
+        ),
+    ],
+)
+def test_wrong_files_are_refused_by_key(tmp_path, text, words):
+    with pytest.raises(ConfigError) as refusal:
+        deploys.load(write(tmp_path, text))
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+    assert refusal.value.cure
+
+
+def test_a_missing_file_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        deploys.load(tmp_path / "deploy.yaml")
+
+
+def test_overrides_win_and_change_the_digest():
+    plain = deploys.load(SHIPPED)
+    more = deploys.load(SHIPPED, ["stage.thinker.engine.max_slots=3", "max_in_flight=5"])
+    assert more.stage("thinker").options.max_slots == 3 and more.max_in_flight == 5
+    assert (
+        plain.digest
+        != more.digest
+        == deploys.load(SHIPPED, ["max_in_flight=5", "stage.thinker.engine.max_slots=3"]).digest
+    )
+
+
+@pytest.mark.parametrize("text", ["max_in_flight", "=3", "max_in_flight.x=3"])
+def test_malformed_overrides_are_refused(text):
+    with pytest.raises(ConfigError, match="override"):
+        deploys.load(SHIPPED, [text])
+
+
+def test_colocated_stages_share_a_process():
+    deploy = deploys.load(SHIPPED, ["stage.talker.colocate=speech", "stage.code2wav.colocate=speech"])
+    assert deploy.hosted_with("code2wav") == ("talker", "code2wav")
+    assert deploy.hosted_with("ears") == ("ears",)
+
+
+def test_a_pipeline_may_come_from_a_file_beside_the_deploy_file(tmp_path):
+    source = Path(__file__).parents[2] / "pipelines" / "echo.py"
+    deploy = deploys.load(write(tmp_path, f"pipeline: {source}"))
+    assert deploy.pipeline.name == "echo"
+    with pytest.raises(ConfigError, match=r"nothere\.py"):
+        deploys.load(write(tmp_path, "pipeline: nothere.py"))

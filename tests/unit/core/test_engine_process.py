@@ -1,0 +1,274 @@
+"""Engine processes without Triton: open, push, batch, cancel, lease, death and restart, over real sockets."""
+
+import json
+import os
+import queue
+import signal
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tritone import wire
+from tritone.engine_link import EngineLink, EngineSpec
+from tritone.errors import ConfigError, EngineLost, InvalidRequest, Unavailable
+
+ECHO = Path(__file__).parents[2] / "pipelines" / "echo.py"
+
+
+class Inbox:
+    """The orchestrator's end: collects what engines push."""
+
+    def __init__(self):
+        self.address = f"tritone-test/{uuid.uuid4().hex}"
+        self._server = wire.listen(self.address)
+        self.mail = queue.Queue()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            try:
+                channel = wire.accept(self._server)
+            except OSError:
+                return
+            self.channel = channel
+            threading.Thread(target=self._read, args=(channel,), daemon=True).start()
+
+    def _read(self, channel):
+        try:
+            while True:
+                message = channel.receive()
+                if not isinstance(message, wire.Hello):
+                    self.mail.put(message)
+        except wire.Disconnected:
+            self.mail.put(None)
+
+    def until_end(self, timeout_s=10):
+        """The pieces up to Finished or Failed, and that message."""
+        pieces, end = [], time.monotonic() + timeout_s
+        while True:
+            message = self.mail.get(timeout=max(end - time.monotonic(), 0.01))
+            if not isinstance(message, wire.Piece):
+                return pieces, message
+            pieces.append(message)
+
+    def close(self):
+        self._server.close()
+
+
+@pytest.fixture
+def inbox():
+    box = Inbox()
+    yield box
+    box.close()
+
+
+@pytest.fixture
+def make_link(tmp_path):
+    links = []
+
+    def make(stages=("writer",), call_timeout_s=10.0, **stage_settings):
+        path = tmp_path / f"deploy-{len(links)}.yaml"
+        path.write_text(yaml.safe_dump({"pipeline": str(ECHO), "stages": stage_settings}))
+        address = f"tritone-test/{uuid.uuid4().hex}"
+        spec = EngineSpec(path, tuple(stages), address, "cpu", 1, None, 20.0)
+        link = EngineLink(address, spec, call_timeout_s)
+        links.append(link)
+        return link
+
+    yield make
+    for link in links:
+        link.close()
+
+
+def open_writer(link, inbox, text, session="s1", routes=None, max_tokens=99):
+    messages = json.dumps([{"role": "user", "content": [{"type": "text", "text": text}]}])
+    to_us = [wire.Route(inbox.address, "", {"text": "text"})] if routes is None else routes
+    return link.call(
+        lambda call: wire.Open(
+            call=call,
+            stage="echo_writer",
+            session=session,
+            inbox=inbox.address,
+            inputs={"messages": messages},
+            sources=0,
+            settings={"sampling": {"max_tokens": max_tokens}},
+            routes=to_us,
+        )
+    )
+
+
+def pid_of(link):
+    return link._process.pid
+
+
+def sessions(link, model="echo_writer"):
+    return link.call(wire.Ping).result(5).stats[model]["sessions"]
+
+
+def test_a_session_gives_its_pieces_in_order_and_one_end(make_link, inbox):
+    link = make_link()
+    link.wait_ready(20)
+    open_writer(link, inbox, "one two three").result(5)
+    pieces, end = inbox.until_end()
+    assert [p.values.get("text") for p in pieces] == ["one ", "two ", "three "]
+    assert [p.number for p in pieces] == [0, 1, 2] and [p.last for p in pieces] == [False, False, True]
+    assert isinstance(end, wire.Finished) and end.reason == "stop" and end.timings["total_s"] > 0
+    assert sessions(link) == 0
+
+
+def test_stages_of_one_process_feed_each_other(make_link, inbox):
+    link = make_link(("writer", "singer"))
+    link.wait_ready(20)
+    sung = [wire.Route(inbox.address, "", {"frames": "frames"})]
+    link.call(lambda call: wire.Open(call, "echo_singer", "s1", inbox.address, {}, 1, {}, sung)).result(5)
+    open_writer(
+        link, inbox, "hi you", routes=[wire.Route(link.address, "echo_singer", {"text": "text"})]
+    ).result(5)
+    frames, ends = [], 0
+    while ends < 2:
+        message = inbox.mail.get(timeout=5)
+        if isinstance(message, wire.Piece):
+            frames.append(message.values.get("frames", np.zeros((0, 1))))
+        ends += isinstance(message, wire.Finished)
+    assert "".join(chr(int(code)) for code in np.concatenate(frames)[:, 0]) == "hi you "
+
+
+def test_bad_input_is_refused_and_leaves_nothing(make_link, inbox):
+    link = make_link()
+    link.wait_ready(20)
+    with pytest.raises(InvalidRequest, match="refuse"):
+        open_writer(link, inbox, "refuse this").result(5)
+    assert sessions(link) == 0
+
+
+def test_an_exception_in_a_step_fails_its_sessions_and_the_next_one_works(make_link, inbox):
+    link = make_link(writer={"engine": {"fail_on": "boom"}})
+    link.wait_ready(20)
+    open_writer(link, inbox, "go boom now").result(5)
+    _, end = inbox.until_end()
+    assert isinstance(end, wire.Failed) and end.code == "INTERNAL" and "fault that was asked for" in end.what
+    open_writer(link, inbox, "fine", session="s2").result(5)
+    assert isinstance(inbox.until_end()[1], wire.Finished)
+
+
+def test_cancel_frees_the_session_within_a_step(make_link, inbox):
+    link = make_link(writer={"engine": {"step_s": 0.02}})
+    link.wait_ready(20)
+    open_writer(link, inbox, "word " * 500, max_tokens=500).result(5)
+    assert sessions(link) == 1
+    link.tell(wire.Cancel("s1"))
+    deadline = time.monotonic() + 0.5
+    while sessions(link) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sessions(link) == 0
+
+
+def test_a_lost_orchestrator_frees_its_sessions(make_link, inbox):
+    link = make_link(writer={"engine": {"step_s": 0.02}})
+    link.wait_ready(20)
+    open_writer(link, inbox, "word " * 500, max_tokens=500).result(5)
+    inbox.channel.close()
+    deadline = time.monotonic() + 2
+    while sessions(link) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert sessions(link) == 0
+
+
+def test_a_session_that_nobody_feeds_ends_with_its_lease(make_link, inbox):
+    link = make_link(("singer",), singer={"lease_s": 0.5})
+    link.wait_ready(20)
+    routes = [wire.Route(inbox.address, "", {"frames": "frames"})]
+    link.call(lambda call: wire.Open(call, "echo_singer", "s1", inbox.address, {}, 1, {}, routes)).result(5)
+    _, end = inbox.until_end(5)
+    assert isinstance(end, wire.Failed) and "heard nothing" in end.what
+    assert sessions(link, "echo_singer") == 0
+
+
+def test_batches_answer_each_stream_and_end_frees_its_state(make_link):
+    link = make_link(("wave",))
+    link.wait_ready(20)
+
+    def run(*chunks):
+        return link.call(lambda call: wire.Run(call, "echo_wave", list(chunks))).result(5).results
+
+    frames = np.full((3, 1), 65.0, np.float32)
+    first = run(
+        wire.StreamChunk("a", {"frames": frames}, True, False, {}),
+        wire.StreamChunk("ghost", {}, False, False, {}),
+    )
+    assert first[0].outputs["pcm"].shape == (240,) and first[1].code == "INTERNAL"
+    run(wire.StreamChunk("a", {"frames": frames}, False, True, {}))
+    assert link.call(wire.Ping).result(5).stats["echo_wave"]["active"] == 0
+
+
+def test_kill_9_fails_the_call_at_once_and_the_process_comes_back(make_link, inbox):
+    link = make_link(writer={"engine": {"step_s": 0.02}})
+    link.wait_ready(20)
+    open_writer(link, inbox, "word " * 500, max_tokens=500).result(5)
+    first = pid_of(link)
+    os.kill(first, signal.SIGSTOP)  # a call that is certainly unanswered
+    call = link.call(wire.Ping)
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(EngineLost):
+        call.result(2)
+    assert any(inbox.mail.get(timeout=2) is None for _ in range(1000)), "the inbox saw no end"
+    deadline = time.monotonic() + 10
+    while not link.is_ready and time.monotonic() < deadline:
+        time.sleep(0.02)
+    open_writer(link, inbox, "again", session="s2").result(5)
+    assert isinstance(inbox.until_end()[1], wire.Finished) and pid_of(link) != first
+
+
+def test_calls_while_it_restarts_are_refused_with_a_time(make_link):
+    link = make_link()
+    link.wait_ready(20)
+    os.kill(pid_of(link), signal.SIGKILL)
+    deadline = time.monotonic() + 2
+    while link.is_ready and time.monotonic() < deadline:
+        time.sleep(0.001)
+    with pytest.raises(Unavailable, match="restarting") as refusal:
+        link.call(wire.Ping).result(1)
+    assert "try again in about" in refusal.value.cure
+
+
+def test_an_engine_that_hangs_is_refused_by_the_call_deadline(make_link):
+    link = make_link(call_timeout_s=0.5)
+    link.wait_ready(20)
+    os.kill(pid_of(link), signal.SIGSTOP)
+    try:
+        with pytest.raises(Unavailable, match=r"did not answer within 0\.5 s"):
+            link.call(wire.Ping).result(3)
+    finally:
+        os.kill(pid_of(link), signal.SIGCONT)
+
+
+def test_a_second_door_joins_the_process_instead_of_starting_one(make_link):
+    link = make_link()
+    link.wait_ready(20)
+    second = EngineLink(link.address, link._spec, 5.0)
+    try:
+        second.wait_ready(10)
+        assert second._process is None and second.call(wire.Ping).result(5).stats
+    finally:
+        second.close()
+    assert link.call(wire.Ping).result(5).stats, "closing the joiner must not end the process"
+
+
+def test_an_engine_ends_with_its_door(make_link):
+    link = make_link()
+    link.wait_ready(20)
+    process = link._process
+    os.close(link._life_line)  # what the kernel does when the door is killed
+    link._life_line = None
+    assert process.wait(timeout=5) == 0
+
+
+def test_an_engine_that_cannot_load_says_why(make_link):
+    link = make_link(writer={"engine": {"fail_load": True}})
+    with pytest.raises(ConfigError, match="fail_load"):
+        link.wait_ready(20)

@@ -1,0 +1,143 @@
+"""Requests: defaults are filled in, bad input is one sentence with field, value and cure."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tritone import deploy as deploys
+from tritone.errors import InvalidRequest, TritoneError, Unsupported
+from tritone.request import check_supported, read_request
+
+DEPLOY = deploys.load(Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml")
+
+
+def read(parameters=None, **values):
+    request = read_request(values, parameters or {}, DEPLOY, drawn_seed=41)
+    check_supported(request, DEPLOY.pipeline)
+    return request
+
+
+def test_defaults():
+    request = read(text_input="Hi")
+    assert request.messages == ({"role": "user", "content": [{"type": "text", "text": "Hi"}]},)
+    assert request.modalities == ("text", "audio") and not request.stream
+    assert request.seed == request.sampling["thinker"].seed == 41
+    assert request.deadline_s == DEPLOY.deadline_s and request.chunks == DEPLOY.chunks
+
+
+def test_sampling_without_a_stage_goes_to_the_writer_and_a_stage_may_be_named():
+    shared = read(text_input="Hi", sampling_parameters='{"temperature": "0.7", "max_tokens": 5, "stop": "."}')
+    named = read(
+        text_input="Hi",
+        sampling_parameters='{"thinker": {"temperature": 0.7, "max_tokens": 5, "stop": ["."]}}',
+    )
+    assert shared.sampling == named.sampling
+    assert shared.sampling["thinker"].temperature == 0.7
+
+
+@pytest.mark.parametrize("where", ["parameter", "json"])
+def test_the_seed_may_come_either_way(where):
+    request = (
+        read({"seed": 9}, text_input="Hi")
+        if where == "parameter"
+        else read(text_input="Hi", sampling_parameters='{"seed": 9}')
+    )
+    assert request.seed == request.sampling["thinker"].seed == 9
+
+
+def test_audio_becomes_a_part_of_the_turn():
+    request = read(text_input="What is this?", audio=[b"RIFF"])
+    assert [part["type"] for part in request.messages[0]["content"]] == ["audio", "text"]
+    raw = read(audio_input=np.zeros(10, np.float32), audio_input_rate=16000)
+    assert raw.parts("audio") == 1
+
+
+def test_parameters_reach_the_request():
+    request = read({"deadline_ms": 1500, "codec_chunk_frames": 9}, text_input="Hi")
+    assert request.deadline_s == 1.5 and request.chunks.codec_chunk_frames == 9
+
+
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("values", "parameters", "words"),
+    [
+        ({}, {}, ["no prompt", "text_input"]),
+        ({"text_input": ""}, {}, ["text_input", "empty"]),
+        ({"text_input": " \n"}, {}, ["text_input", "empty"]),
+        ({"text_input": "x" * 70000}, {}, ["text_input", "70000", "65536"]),
+        ({"text_input": "a", "messages": "[]"}, {}, ["text_input", "messages", "both"]),
+        ({"messages": "nope"}, {}, ["messages", "JSON"]),
+        ({"messages": "[]"}, {}, ["messages"]),
+        ({"messages": json.dumps([{"role": "robot", "content": "x"}])}, {}, ["robot", "assistant"]),
+        ({"messages": json.dumps([{"role": "user", "content": ""}])}, {}, ["messages[0]", "empty"]),
+        ({"messages": json.dumps([{"role": "user", "content": [{"type": "smell"}]}])}, {}, ["smell"]),
+        (
+            {"messages": json.dumps([{"role": "user", "content": [{"type": "audio"}]}])},
+            {},
+            ["1 audio", "0 are"],
+        ),
+        ({"messages": json.dumps([USER]), "audio": [b"x"]}, {}, ["0 audio", "1 are"]),
+        ({"text_input": "a", "modalities": "text,smell"}, {}, ["modalities", "smell"]),
+        ({"text_input": "a", "audio_format": "mp3"}, {}, ["audio_format", "mp3"]),
+        ({"text_input": "a", "audio": [b"x"] * 40}, {}, ["40 media", "16"]),
+        ({"audio_input": np.zeros(3, np.float32)}, {}, ["audio_input_rate is missing"]),
+        ({"text_input": "a", "sampling_parameters": "{"}, {}, ["sampling_parameters", "JSON"]),
+        ({"text_input": "a", "sampling_parameters": '{"temperature": "hot"}'}, {}, ["temperature", "'hot'"]),
+        ({"text_input": "a", "sampling_parameters": '{"max_tokens": 0}'}, {}, ["max_tokens", "0", "from 1"]),
+        ({"text_input": "a", "sampling_parameters": '{"max_tokens": -3}'}, {}, ["max_tokens", "-3"]),
+        ({"text_input": "a", "sampling_parameters": '{"max_token": 3}'}, {}, ["max_token", "max_tokens"]),
+        ({"text_input": "a", "sampling_parameters": '{"top_p": 0}'}, {}, ["top_p", "above 0"]),
+        (
+            {"text_input": "a", "sampling_parameters": '{"talker": {"seed": 3}}'},
+            {},
+            ["talker", "does not sample"],
+        ),
+        ({"text_input": "a"}, {"deadline_ms": 0}, ["deadline_ms", "0"]),
+        ({"text_input": "a"}, {"deadline_ms": "soon"}, ["deadline_ms", "soon"]),
+        ({"text_input": "a"}, {"deadlin_ms": 5}, ["deadlin_ms", "did you mean 'deadline_ms'"]),
+        ({"text_input": "a"}, {"max_tokens": 5}, ["max_tokens", "sampling_parameters"]),
+        ({"text_input": "a"}, {"codec_chunk_frames": 0}, ["codec_chunk_frames", "0"]),
+        ({"text_input": "a"}, {"seed": -1}, ["seed", "-1"]),
+    ],
+)
+def test_bad_input_names_field_value_and_cure(values, parameters, words):
+    with pytest.raises(InvalidRequest) as refusal:
+        read(parameters, **values)
+    assert all(word in refusal.value.message for word in words), refusal.value.message
+    assert refusal.value.cure
+
+
+def test_media_without_a_stage_is_unsupported():
+    with pytest.raises(Unsupported, match="image"):
+        read(messages=json.dumps([{"role": "user", "content": [{"type": "image"}]}]), image=[b"x"])
+
+
+def plan(**values):
+    return DEPLOY.pipeline.plan(read(**values))
+
+
+def test_text_only_starts_the_thinker_alone():
+    assert set(plan(text_input="Hi", modalities="text")) == {"thinker"}
+
+
+def test_speech_in_starts_the_ears():
+    assert set(plan(audio=[b"RIFF"])) == {"ears", "thinker", "talker", "code2wav"}
+
+
+def test_words_of_the_assistant_are_spoken_without_thinking():
+    messages = json.dumps([{"role": "assistant", "content": "Say this."}])
+    calls = plan(messages=messages)
+    assert set(calls) == {"talker", "code2wav"} and calls["talker"].inputs["text"] == "Say this."
+    with pytest.raises(InvalidRequest, match="ask for audio"):
+        plan(messages=messages, modalities="text")
+
+
+def test_an_unknown_voice_lists_the_known():
+    with pytest.raises(TritoneError, match="'Darth'") as refusal:
+        plan(text_input="Hi", speaker="Darth")
+    assert "heart" in refusal.value.cure
+    assert plan(text_input="Hi", speaker="HEART")["talker"].settings["speaker"] == "heart"

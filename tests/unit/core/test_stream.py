@@ -1,0 +1,55 @@
+"""Codec frames are cut so that nothing is lost, repeated or mixed between segments."""
+
+import numpy as np
+import pytest
+
+from tritone.deploy import Chunks
+from tritone.stream import FrameBuffer
+
+
+def cut(pushes, initial=4, later=25):
+    """All chunks of a stream; `pushes` are (number of frames, segment_end)."""
+    buffer = FrameBuffer(Chunks(initial, later))
+    chunks, at = [], 0
+    for count, segment_end in pushes:
+        chunks += buffer.push(np.arange(at, at + count, dtype=np.float32)[:, None], segment_end)
+        at += count
+    return [*chunks, buffer.finish()], at
+
+
+def test_116_frames_at_4_then_25_lose_nothing():
+    chunks, total = cut([(1, False)] * 116)
+    assert [len(c.frames) for c in chunks] == [4, 25, 25, 25, 25, 12]
+    joined = np.concatenate([c.frames for c in chunks])
+    assert np.array_equal(joined[:, 0], np.arange(total))
+    assert [c.last for c in chunks] == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_arrival_gives_all_frames_in_order_and_ends_every_segment(seed):
+    random = np.random.default_rng(seed)
+    pushes = [(int(random.integers(0, 40)), bool(random.random() < 0.3)) for _ in range(20)]
+    chunks, total = cut(pushes, int(random.integers(1, 9)), int(random.integers(1, 30)))
+    frames = [c.frames.reshape(-1) for c in chunks]
+    assert np.array_equal(np.concatenate(frames), np.arange(total))
+    borders = np.cumsum([len(f) for f in frames])
+    ends_seen = {int(border) for border, c in zip(borders, chunks, strict=True) if c.segment_end}
+    ends_asked = {
+        int(at) for at, (_, end) in zip(np.cumsum([n for n, _ in pushes]), pushes, strict=True) if end
+    }
+    assert ends_asked - {0} <= ends_seen
+    assert all(c.segment_end for c in chunks if c.last)
+
+
+def test_a_segment_is_cut_as_soon_as_it_ends():
+    buffer = FrameBuffer(Chunks(4, 25))
+    chunks = buffer.push(np.zeros((10, 2), np.float32), segment_end=True)
+    assert [(len(c.frames), c.segment_end) for c in chunks] == [(4, False), (6, True)]
+    assert len(buffer.finish().frames) == 0
+
+
+def test_a_segment_whose_frames_all_left_still_ends():
+    buffer = FrameBuffer(Chunks(4, 4))
+    assert [c.segment_end for c in buffer.push(np.zeros((4, 1), np.float32))] == [False]
+    late = buffer.push(np.zeros((0, 1), np.float32), segment_end=True)
+    assert [(len(c.frames), c.segment_end) for c in late] == [(0, True)]

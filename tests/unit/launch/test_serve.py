@@ -1,0 +1,283 @@
+"""`tritone serve` against a fake tritonserver: a script that answers the health check."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_machine import FAKE_TRITONSERVER, write_deploy, write_file
+
+from tritone import doctor, guard, serve
+from tritone.errors import ConfigError, TritoneError
+from tritone.serve import Asked, Progress, ServeOptions, State
+from tritone.server import Interpreter, Listen, Server
+
+FREE = Listen(http=0, grpc=0, metrics=0)
+
+
+class TestTargets:
+    def test_overrides_for_all_and_for_one(self, tmp_path: Path) -> None:
+        folder = write_deploy(tmp_path / "echo")
+        [deploy] = serve.load_pipelines([str(folder)], ["stage.writer.threads=3", "echo:max_in_flight=4"])
+        assert (deploy.stage("writer").threads, deploy.max_in_flight) == (3, 4)
+
+    def test_a_colon_in_a_value_names_no_pipeline(self, tmp_path: Path) -> None:
+        folder = write_deploy(tmp_path / "echo")
+        [deploy] = serve.load_pipelines([str(folder)], ["checkpoint='/a:b'"])
+        assert deploy.checkpoint == Path("/a:b")
+
+    def test_override_for_a_pipeline_that_is_not_served(self, tmp_path: Path) -> None:
+        folder = write_deploy(tmp_path / "echo")
+        with pytest.raises(ConfigError, match="is for pipeline 'other'; served are echo"):
+            serve.load_pipelines([str(folder)], ["other:max_in_flight=4"])
+
+    def test_twice(self, tmp_path: Path) -> None:
+        folders = [str(write_deploy(tmp_path / name)) for name in ("a", "b")]
+        with pytest.raises(ConfigError, match="'echo' is named twice"):
+            serve.load_pipelines(folders, [])
+
+
+def test_zero_takes_free_ports() -> None:
+    chosen = serve.choose_ports(Listen(http=0, grpc=0, metrics=7))
+    assert chosen.metrics == 7
+    assert len({chosen.http, chosen.grpc, 0}) == 3
+
+
+class TestRunFolder:
+    def test_temporary_is_removed(self) -> None:
+        with serve.run_folder(None) as (folder, _):
+            write_file(folder / "models" / "x")
+        assert not folder.exists()
+
+    def test_log_outlives_a_failure(self) -> None:
+        with serve.run_folder(None) as (folder, keep):
+            write_file(folder / "models" / "x")
+            log = write_file(folder / "server.log")
+            keep(log)
+        assert list(folder.iterdir()) == [log]
+        log.unlink()
+        folder.rmdir()
+
+    def test_given_is_cleared_of_an_earlier_run(self, tmp_path: Path) -> None:
+        write_file(tmp_path / "models" / "old" / "deploy.yaml")
+        write_file(tmp_path / "ready.json")
+        with serve.run_folder(tmp_path) as (folder, _):
+            assert list(folder.iterdir()) == []
+
+    def test_given_with_other_files_is_refused(self, tmp_path: Path) -> None:
+        kept = write_file(tmp_path / "thesis.tex")
+        with (
+            pytest.raises(ConfigError, match=r"holds 'thesis\.tex', which is not of a run"),
+            serve.run_folder(tmp_path),
+        ):
+            pass
+        assert kept.exists()
+
+
+class TestLog:
+    def test_progress_reads_only_what_is_new_and_complete(self, tmp_path: Path) -> None:
+        log = tmp_path / "server.log"
+        progress = Progress(log)
+        assert progress.news() == []
+        with log.open("w") as file:
+            file.write("I1129 successfully loaded 'a'\nI1129 successfully loaded 'b")
+            file.flush()
+            assert progress.news() == ["a"]
+            file.write("c'\n")
+            file.flush()
+            assert progress.news() == ["bc"]
+        assert progress.news() == []
+
+    def test_last_errors_are_those_of_models(self, tmp_path: Path) -> None:
+        lines = [
+            'E1129 22:54:59.726561 18166 server.cc:241] "CudaDriverHelper has not been initialized."',
+            "I1129 22:54:59.726561 18166 server.cc:241] fine",
+            "E1129 22:55:01.000000 18166 model_lifecycle.cc:642] \"failed to load 'echo': no weights\"",
+            "E1129 22:55:01.000000 18166 model_lifecycle.cc:642] "
+            "\"failed to load 'echo': no weights\\n\\nAt:\\n  /a/model.py(7): initialize\\n\"",
+            'E1129 22:55:02.000000 18166 model_repository_manager.cc:703] "a consequence"',
+        ]
+        log = write_file(tmp_path / "log", "\n".join(lines).encode())
+        assert serve.last_errors(log) == ["failed to load 'echo': no weights"]
+
+    def test_without_errors_the_last_lines_tell(self, tmp_path: Path) -> None:
+        log = write_file(tmp_path / "log", b"a\n\nerror while loading shared libraries: libfoo.so\n")
+        assert serve.last_errors(log, 1) == ["error while loading shared libraries: libfoo.so"]
+        assert serve.last_errors(None) == []
+
+
+def test_state_speaks_only_of_changes() -> None:
+    state = State()
+    assert state.note(None) is None
+    assert state.note("gone") == "is not ready: gone"
+    assert state.note("gone") is None
+    assert state.down_s() > 0
+    assert not state.lost_stub
+    assert state.note("Stub process 'x' is not healthy") is not None
+    assert state.lost_stub
+    assert state.note(None) == "is ready again"
+    assert state.down_s() == 0
+
+
+class Stage:
+    """A place to run `serve` on: a fake server, pings that the test decides on, and what was said."""
+
+    def __init__(self, folder: Path, run: Path) -> None:
+        self.options = ServeOptions((str(folder),), listen=FREE, run_folder=run, load_timeout_s=10)
+        self.run = run
+        self.lines: list[str] = []
+        self.asked = Asked()
+        self.fault: str | None = None  # what a ping answers
+
+    def start(self, **changes: Any) -> int:
+        return serve.serve(replace(self.options, **changes), self.lines.append, self.asked)
+
+    def once(self, line: str, act: Callable[[], None]) -> None:
+        """Do `act` when a line that begins with `line` was said."""
+
+        def wait() -> None:
+            deadline = time.monotonic() + 20
+            while not any(said.startswith(line) for said in self.lines) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            act()
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    @property
+    def server_pid(self) -> int:
+        pid: int = json.loads((self.run / "ready.json").read_text())["pid"]
+        return pid
+
+
+@pytest.fixture
+def stage(
+    server: Server,
+    interpreter: Interpreter,
+    echo_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Stage:
+    fake = write_file(tmp_path / "tritonserver", FAKE_TRITONSERVER.encode(), executable=True)
+    stage = Stage(echo_folder, tmp_path / "run")
+    monkeypatch.setattr(
+        serve.doctor, "machine", lambda python: (replace(server, binary=fake), [doctor.ok("a", "b")])
+    )
+    real = replace(interpreter, library=None)  # the fake server is a Python that needs the real library
+    monkeypatch.setattr(serve.Interpreter, "current", lambda: real)
+    monkeypatch.setattr(serve.RunningServer, "_ping", lambda self, name: stage.fault)
+    monkeypatch.setattr(serve, "PING_EVERY_S", 0.1)
+    monkeypatch.setattr(guard, "LEAVE_S", 0.5)
+    return stage
+
+
+class TestServe:
+    def test_check_starts_nothing(self, stage: Stage) -> None:
+        assert stage.start(check_only=True) == 0
+        assert stage.lines[-1] == "all checks passed"
+        assert not stage.run.exists()
+
+    def test_a_problem_stops_it(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+        trouble = [doctor.problem("numpy", "2.4", "run x")]
+        monkeypatch.setattr(serve.doctor, "machine", lambda python: (None, trouble))
+        with pytest.raises(ConfigError, match=r"1 problem\(s\) in the way"):
+            stage.start()
+        assert stage.lines == [str(trouble[0])]
+
+    def test_serves_until_asked(self, stage: Stage) -> None:
+        stage.once("try:", stage.asked.note)
+        assert stage.start() == 0
+        said = "\n".join(stage.lines)
+        assert "loaded echo after" in said
+        assert "ready  echo after" in said
+        assert "tritone chat" in said
+        ready = json.loads((stage.run / "ready.json").read_text())
+        assert ready["pipelines"] == ["echo"]
+        assert ready["grpc"] in said
+        assert (stage.run / "models" / "echo" / "echo_writer" / "config.pbtxt").exists()
+
+    def test_asked_while_loading(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FAKE_TRITON", "slow")
+        stage.once("loaded", stage.asked.note)
+        assert stage.start() == 0
+        assert not any(line.startswith("ready") for line in stage.lines)
+
+    def test_failed_load_shows_the_servers_reason(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FAKE_TRITON", "fail")
+        with pytest.raises(TritoneError, match="ended with status 1 while loading") as caught:
+            stage.start()
+        assert "failed to load 'echo_writer': no weights" in str(caught.value)
+        assert str(stage.run / "server.log") in str(caught.value)
+
+    def test_load_deadline_says_what_is_missing(self, stage: Stage) -> None:
+        stage.fault = "stage writer is not ready: loading"
+        with pytest.raises(TritoneError, match=r"not ready within 0.5 s \(echo: stage writer is not ready"):
+            stage.start(load_timeout_s=0.5)
+
+    def test_killed_server(self, stage: Stage) -> None:
+        stage.once("try:", lambda: os.kill(stage.server_pid, signal.SIGKILL))
+        with pytest.raises(TritoneError, match="ended by SIGKILL while serving"):
+            stage.start()
+
+    def test_state_changes_are_said_once(self, stage: Stage) -> None:
+        def down_and_up() -> None:
+            stage.fault = "stage writer is not ready"
+            time.sleep(0.8)
+            stage.fault = None
+            time.sleep(0.8)
+            stage.asked.note()
+
+        stage.once("try:", down_and_up)
+        assert stage.start() == 0
+        changes = [line.split(" ", 1)[1] for line in stage.lines if line[2:3] == ":"]
+        assert changes == ["echo is not ready: stage writer is not ready", "echo is ready again"]
+
+    def test_lost_stub_ends_the_run(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(serve, "STUB_PATIENCE_S", 0.3)
+
+        def lose() -> None:
+            stage.fault = "Stub process 'echo_0_0' is not healthy."
+
+        stage.once("try:", lose)
+        with pytest.raises(TritoneError, match="echo has not been ready for"):
+            stage.start()
+
+    def test_stubborn_server_is_killed(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FAKE_TRITON", "stubborn")
+        monkeypatch.setattr(serve, "GRACE_S", 0.5)
+        stage.once("try:", stage.asked.note)
+        assert stage.start() == 0
+        assert "had to be killed" in stage.lines[-1]
+
+    def test_log_file_of_ones_own(self, stage: Stage, tmp_path: Path) -> None:
+        stage.once("try:", stage.asked.note)
+        assert stage.start(log=str(tmp_path / "my.log")) == 0
+        assert "successfully loaded" in (tmp_path / "my.log").read_text()
+        with pytest.raises(ConfigError, match="cannot write the log"):
+            stage.start(log=str(tmp_path / "no" / "my.log"))
+
+
+def test_signals_are_counted() -> None:
+    asked = Asked()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        asked.listen()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert asked.wait(1)
+        assert asked.times == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_is_ready_of_nothing() -> None:
+    assert not serve.is_ready("http://127.0.0.1:9")
