@@ -161,9 +161,9 @@ class _Sink:
         self._position = 0
 
     def write(self, data: bytes) -> int:
-        late = max(0, self._gone_bytes - self._position)
-        begin = self._position + late - self._gone_bytes
-        self._held[begin : begin + len(data) - late] = data[late:]
+        fresh = data[max(0, self._gone_bytes - self._position) :]
+        begin = max(0, self._position - self._gone_bytes)
+        self._held[begin : begin + len(fresh)] = fresh
         self._position += len(data)
         return len(data)
 

@@ -168,16 +168,22 @@ def answer_tokens(engine: TorchEngine, prompts: dict[str, str], **sampling: floa
     return {name: session.tokens[session.prompt_tokens :] for name, session in live.items()}
 
 
+@pytest.mark.weights
+@pytest.mark.slow
 def test_greedy_alone(engine: TorchEngine, expected: list[list[int]]) -> None:
     for prompt, answer in zip(PROMPTS, expected, strict=True):
         assert answer_tokens(engine, {"alone": prompt})["alone"] == answer
 
 
+@pytest.mark.weights
+@pytest.mark.slow
 def test_greedy_eight_in_flight(engine: TorchEngine, expected: list[list[int]]) -> None:
     together = answer_tokens(engine, {str(i): prompt for i, prompt in enumerate(PROMPTS)})
     assert [together[str(i)] for i in range(len(PROMPTS))] == expected
 
 
+@pytest.mark.weights
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{"top_p": 0.95}, {"top_k": 40, "min_p": 0.02}, {}], ids=str)
 def test_sampled_tokens_do_not_depend_on_neighbours(engine: TorchEngine, sampling: dict[str, float]) -> None:
     settings = {"temperature": 0.8, "seed": 21, **sampling}
@@ -186,6 +192,8 @@ def test_sampled_tokens_do_not_depend_on_neighbours(engine: TorchEngine, samplin
         assert answer_tokens(engine, {"alone": PROMPTS[i]}, **settings)["alone"] == together[str(i)]
 
 
+@pytest.mark.weights
+@pytest.mark.slow
 def test_greedy_without_prefix_cache(thinker: Path, expected: list[list[int]]) -> None:
     options = TorchOptions(max_slots=2, max_context_tokens=512, prefill_chunk_tokens=7, prefix_cache=False)
     engine = TorchEngine(Placement(thinker), options)
@@ -193,6 +201,8 @@ def test_greedy_without_prefix_cache(thinker: Path, expected: list[list[int]]) -
         assert answer_tokens(engine, {"alone": prompt})["alone"] == answer
 
 
+@pytest.mark.weights
+@pytest.mark.slow
 def test_tokenizer_is_the_one_of_transformers(engine: TorchEngine, thinker: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(thinker)
     for text in (*PROMPTS, "a  b\n\n\tc 12345 ½ don't 🙂👩‍👩‍👧", "def f(x):\n    return x"):

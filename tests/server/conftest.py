@@ -28,6 +28,7 @@ class RunningServer:
     http_url: str
     folder: Path  # engines of this server name it in their command line
     log: Path
+    server_pid: int  # of tritonserver itself
 
     def client(self, pipeline):
         return AsyncTritoneClient(self.grpc_url, pipeline=pipeline)
@@ -51,6 +52,20 @@ class RunningServer:
             if any(str(self.folder) in word for word in words):
                 found.add(pid)
         return found
+
+    def assert_gone(self, pids, within_s=0.0):
+        """Nothing of the run is left: no process, no shared memory, no socket."""
+        deadline = time.monotonic() + within_s
+
+        def leftovers():
+            alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+            shared = [path.name for path in Path("/dev/shm").iterdir() if str(self.server_pid) in path.name]
+            sockets = [line.split()[-1] for line in open("/proc/net/unix") if f"tritone/{self.server_pid}-" in line]
+            return alive + shared + sockets
+
+        while leftovers():
+            assert time.monotonic() < deadline, f"{leftovers()} outlived the server"
+            time.sleep(0.1)
 
     def _engines(self):
         for pid, words in command_lines():
@@ -107,18 +122,19 @@ def serve(tmp_path_factory):
 
         wait_until(ready, START_TIMEOUT_S, f"not ready: {tail(log)}")
         facts = json.loads((run_folder / "ready.json").read_text())
-        server = RunningServer(process, facts["grpc"], facts["http"], run_folder, log)
+        server = RunningServer(process, facts["grpc"], facts["http"], run_folder, log, facts["pid"])
         started.append(server)
         return server
 
     yield start
     for server in started:
+        if server.process.poll() is not None:
+            continue  # its test ended it
         pids = server.all_pids()
         server.process.send_signal(signal.SIGTERM)
         output, _ = server.process.communicate(timeout=60)
         assert server.process.returncode == 0, output + tail(server.log)
-        leftovers = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-        assert not leftovers, f"{leftovers} outlived the server"
+        server.assert_gone(pids)
 
 
 @pytest.fixture
@@ -151,7 +167,7 @@ def plain_server(tmp_path):
             process = subprocess.Popen(
                 words, env=servers.environment(found, python), stdout=output, stderr=subprocess.STDOUT
             )
-        server = RunningServer(process, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", tmp_path, log)
+        server = RunningServer(process, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", tmp_path, log, process.pid)
         started.append(server)
 
         def ready():
@@ -168,7 +184,7 @@ def plain_server(tmp_path):
         pids = server.all_pids()
         server.process.terminate()
         assert server.process.wait(timeout=60) == 0, tail(server.log)
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5, "engines outlived the server")
+        server.assert_gone(pids, within_s=5)
 
 
 def free_ports(count):

@@ -13,6 +13,7 @@ import soundfile
 import tritonclient.grpc.aio as grpc_aio
 from tritonclient.utils import InferenceServerException
 
+from tritone.audio import AudioLimits, decode_audio
 from tritone_client import AudioChunk, Done, InvalidRequest, TextDelta, Unavailable
 
 pytestmark = [pytest.mark.server, pytest.mark.weights]
@@ -148,9 +149,7 @@ async def test_encoded_chunks_concatenate_to_one_file(server, audio_format):
         async for event in client.stream(QUESTION, audio_format=audio_format, **SHORT):
             if hasattr(event, "data"):
                 parts.append(event.data)
-    with soundfile.SoundFile(io.BytesIO(b"".join(parts))) as file:
-        # A streamed FLAC cannot know its length, so the reader has to be told how much may come.
-        data, rate_hz = file.read(3 * len(samples)), file.samplerate
+    data, rate_hz = decode_audio(b"".join(parts), AudioLimits())
     assert rate_hz in (24000, 48000) and len(data) / rate_hz == pytest.approx(len(samples) / 24000, abs=0.02)
     if audio_format != "opus":
         assert np.abs(data - samples).max() < 2e-4

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tritone.checkpoint import read_config
-from tritone.engines.base import Delta, Engine, Placement, Values
+from tritone.engines.base import Delta, Engine, Placement, Value, Values
 from tritone.engines.chat import Conversation
 from tritone.engines.slots import Slot, Slots
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
@@ -66,6 +66,7 @@ class _Session:
     tokens: list[int] = field(default_factory=list)  # the prompt, then the answer
     prompt_tokens: int = 0  # 0 until the prompt is complete
     cached_tokens: int = 0  # of the prompt, not computed but copied
+    told_tokens: int = 0  # of the answer, behind the deltas so far
     slot: Slot | None = None  # None until it is this session's turn
     ready_s: float = 0.0  # clock when the prompt was complete
     started_s: float = 0.0  # clock when it got its slot
@@ -90,7 +91,8 @@ class TorchEngine(Engine):
     """Llama-, Qwen2- and Qwen3-shaped chat models with continuous batching.
 
     Ports in: `messages` (JSON list of chat messages) and, pushed once for each audio part in them,
-    `transcript`. Port out: `text`. Settings: `sampling`, as `Sampling.as_dict` gives it.
+    `transcript`. Ports out: `text` and `num_tokens`, how many tokens are behind it. Settings: `sampling`, as
+    `Sampling.as_dict` gives it.
     """
 
     Options = TorchOptions
@@ -291,7 +293,10 @@ class TorchEngine(Engine):
             if session.completion_tokens == 1:
                 session.first_token_s = time.monotonic()
             text, finish_reason = self._read(session, token)
-            outputs = {"text": text} if text else {}
+            outputs: dict[str, Value] = {}
+            if text:
+                outputs = {"text": text, "num_tokens": session.completion_tokens - session.told_tokens}
+                session.told_tokens = session.completion_tokens
             if finish_reason is not None:
                 deltas.append(Delta(session.id, outputs, finish_reason, _usage(session)))
                 self.abort(session.id)
@@ -342,7 +347,7 @@ def _usage(session: _Session) -> dict[str, int | float]:
         "prompt_tokens": session.prompt_tokens,
         "completion_tokens": session.completion_tokens,
         "cached_tokens": session.cached_tokens,
-        "queue_s": session.started_s - session.ready_s,
-        "prefill_s": session.first_token_s - session.started_s,
-        "decode_s": time.monotonic() - session.first_token_s,
+        "queue_s": round(session.started_s - session.ready_s, 6),
+        "prefill_s": round(session.first_token_s - session.started_s, 6),
+        "decode_s": round(time.monotonic() - session.first_token_s, 6),
     }

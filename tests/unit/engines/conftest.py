@@ -105,6 +105,7 @@ class Answers:
 
     def __init__(self) -> None:
         self.pieces: dict[str, list[str]] = {}
+        self.tokens: dict[str, list[int]] = {}  # behind each piece
         self.last: dict[str, Delta] = {}  # the delta that ended a session
 
     def take(self, deltas: list[Delta]) -> None:
@@ -113,6 +114,7 @@ class Answers:
             assert delta.outputs.get("text") != "", "empty text is not sent"
             if "text" in delta.outputs:
                 self.pieces.setdefault(delta.session, []).append(str(delta.outputs["text"]))
+                self.tokens.setdefault(delta.session, []).append(int(delta.outputs["num_tokens"]))
             if delta.finish_reason is not None or delta.error is not None:
                 self.last[delta.session] = delta
 

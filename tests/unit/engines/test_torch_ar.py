@@ -230,6 +230,7 @@ def test_characters_come_whole(make_engine: MakeEngine) -> None:
     answers = run(engine)
     assert answers.text("x") == answer
     assert all("\ufffd" not in piece for piece in answers.pieces["x"])
+    assert answers.tokens["x"] == [len(character.encode()) for character in answer]
     last = answers.last["x"]
     assert last.finish_reason == "stop"
     assert last.usage["completion_tokens"] == len(answer.encode()) + 1  # the end of turn is a token too

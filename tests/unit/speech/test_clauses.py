@@ -10,8 +10,45 @@ from tritone.clauses import ClauseCutter, ClauseLimits
 
 TINY = ClauseLimits(first_words=3, sentence_words=2, clause_words=3, max_words=7, max_characters=30)
 ALPHABET = [
-    *("a", "the", "word", "Dr.", "e.g.", "U.S.", "3.14", "1,000", "1.", "etc.", "https://a.b/c,d", "😀", "聪明", "x" * 20),
-    *(" ", " ", " ", " ", "  ", "\n", "\n\n", "\t", ".", ",", "!", "?", "…", "...", "—", "——", "-", "–", '"', ")", "("),
+    *(
+        "a",
+        "the",
+        "word",
+        "Dr.",
+        "e.g.",
+        "U.S.",
+        "3.14",
+        "1,000",
+        "1.",
+        "etc.",
+        "https://a.b/c,d",
+        "😀",
+        "聪明",
+        "x" * 20,
+    ),
+    *(
+        " ",
+        " ",
+        " ",
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\t",
+        ".",
+        ",",
+        "!",
+        "?",
+        "…",
+        "...",
+        "—",
+        "——",
+        "-",
+        "–",
+        '"',
+        ")",
+        "(",
+    ),
 ]
 
 
@@ -45,10 +82,10 @@ def test_clauses_stay_below_the_limits():
     rng = random.Random(21)
     for _ in range(500):
         text = "".join(rng.choices(ALPHABET, k=200))
-        for number, clause in enumerate(cut([text], TINY)):
+        for clause in cut([text], TINY):
             words = [word for word in clause.replace("—", " ").split() if any(map(str.isalnum, word))]
             assert len(clause) <= TINY.max_characters
-            assert len(words) <= (TINY.max_words if number else TINY.max_words)
+            assert len(words) <= TINY.max_words
 
 
 @pytest.mark.parametrize(
@@ -79,7 +116,10 @@ def test_marks_inside_words_end_nothing(text):
         ("Stop (really?) It is late now.", ["Stop (really?)", "It is late now."]),
         ("Wait… I see it now.", ["Wait…", "I see it now."]),
         ("One moment—I am on my way.", ["One moment—", "I am on my way."]),
-        ("Here it is:\nMilk and eggs\nBread and butter", ["Here it is:", "Milk and eggs", "Bread and butter"]),
+        (
+            "Here it is:\nMilk and eggs\nBread and butter",
+            ["Here it is:", "Milk and eggs", "Bread and butter"],
+        ),
         ("First this. Yes. I agree with you.", ["First this.", "Yes. I agree with you."]),
         ("Do so:\n1. Mix it well.\n2. Bake it now.", ["Do so:", "1. Mix it well.", "2. Bake it now."]),
         ("**Bold words.** Then more text here.", ["**Bold words.**", "Then more text here."]),

@@ -84,13 +84,18 @@ def test_noise_depends_on_seed_and_frame_of_the_answer_alone(synthesis):
     inside = slice(24 * CONFIG.hop_samples, 56 * CONFIG.hop_samples)  # away from the edges of any segment
     torch.testing.assert_close(answer(1, 60)[inside], answer(1, 20, 40)[inside], rtol=0, atol=1e-5)
     assert (answer(1, 60) - answer(2, 60)).abs().max() > 0.01
-    assert (answer(1, 30, 30)[: 1200] - answer(1, 30, 30)[1200:]).abs().max() > 0.01
+    assert (answer(1, 30, 30)[:1200] - answer(1, 30, 30)[1200:]).abs().max() > 0.01
 
 
 def test_noise_is_gaussian(synthesis):
     uniform = synthesis._noise(synthesis.new_state(5), 400)
     radius = (-2 * uniform[..., 0].log()).sqrt()
-    values = torch.cat([radius * torch.cos(2 * torch.pi * uniform[..., 1]), radius * torch.sin(2 * torch.pi * uniform[..., 1])])
+    values = torch.cat(
+        [
+            radius * torch.cos(2 * torch.pi * uniform[..., 1]),
+            radius * torch.sin(2 * torch.pi * uniform[..., 1]),
+        ]
+    )
     assert abs(values.mean()) < 0.01 and abs(values.var() - 1) < 0.02
     assert abs(((values / values.std()) ** 4).mean() - 3) < 0.1
 
@@ -120,7 +125,11 @@ def test_state_does_not_grow(synthesis):
     f0, spectra = random_input(300)
     state = synthesis.new_state(1)
     for begin in range(0, 270, 10):
-        synthesis([Pitch(f0[begin : begin + 10], state, False)], spectra[max(0, begin - 10) : begin], [10 if begin else 0])
+        synthesis(
+            [Pitch(f0[begin : begin + 10], state, False)],
+            spectra[max(0, begin - 10) : begin],
+            [10 if begin else 0],
+        )
         assert len(state.segment.pulses) <= 20
         assert state.segment.pulses.untyped_storage().nbytes() <= 20 * CONFIG.hop_samples * 4
 

@@ -13,7 +13,13 @@ from torch.nn import functional  # noqa: E402
 from tritone.networks.spectral_decoder import Piece, SpectralConfig, SpectralDecoder  # noqa: E402
 
 CONFIG = SpectralConfig(
-    latent_channels=5, channels=8, hidden_channels=12, num_blocks=3, kernel_frames=7, bins=9, norm_epsilon=1e-5
+    latent_channels=5,
+    channels=8,
+    hidden_channels=12,
+    num_blocks=3,
+    kernel_frames=7,
+    bins=9,
+    norm_epsilon=1e-5,
 )
 SCHEDULES = {
     "single frames": [1] * 200,
@@ -67,9 +73,7 @@ def random_latent(num_frames, seed=0):
 @pytest.mark.parametrize("num_frames", [1, 2, 6, 7, 13, 150])
 def test_streamed_equals_whole(decoder, sizes, num_frames):
     latent = random_latent(num_frames)
-    torch.testing.assert_close(
-        streamed(decoder, latent, sizes), whole(decoder, latent), rtol=0, atol=1e-10
-    )
+    torch.testing.assert_close(streamed(decoder, latent, sizes), whole(decoder, latent), rtol=0, atol=1e-10)
 
 
 def test_spectra_come_as_early_as_they_can(decoder):

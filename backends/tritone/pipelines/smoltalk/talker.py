@@ -170,13 +170,13 @@ class Talker(Engine):
     def _take_in(self, session: _Session, text: str) -> None:
         room = self._options.max_characters - session.num_characters
         session.num_characters += len(text)
-        session.clauses += session.cutter.push(text[:room])
+        session.clauses += filter(str.strip, session.cutter.push(text[:room]))
         if len(text) > room:
             session.finish_reason = "length"
             self._end(session)
 
     def _end(self, session: _Session) -> None:
-        session.clauses += session.cutter.finish()
+        session.clauses += filter(str.strip, session.cutter.finish())
         session.ended = True
 
     def _next_session(self) -> str | None:

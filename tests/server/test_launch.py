@@ -1,0 +1,86 @@
+"""`tritone serve` ends without a trace, however it or its server is ended."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tritone_client import AudioChunk, TritoneError
+
+pytestmark = pytest.mark.server
+
+ROOT = Path(__file__).parents[2]
+
+
+async def busy(server, count=6):
+    """Requests that have begun to stream."""
+    client = server.client("echo")
+    begun = asyncio.Semaphore(0)
+
+    async def ask():
+        async for event in client.stream("word " * 300):
+            if isinstance(event, AudioChunk):
+                begun.release()
+
+    tasks = [asyncio.create_task(ask()) for _ in range(count)]
+    for _ in range(count):
+        await asyncio.wait_for(begun.acquire(), 20)
+    return client, tasks
+
+
+@pytest.mark.parametrize("victim", ["serve: SIGTERM", "serve: SIGKILL", "tritonserver: SIGKILL"])
+async def test_an_end_under_load_leaves_nothing(serve, echo_folder, victim):
+    server = serve(echo_folder, overrides=["stage.writer.engine.step_s=0.02"])
+    client, tasks = await busy(server)
+    pids = server.all_pids()
+    assert len(pids) >= 9, "the server, five stubs and three engines"
+    name, _, number = victim.partition(": ")
+    os.kill(server.process.pid if name == "serve" else server.server_pid, signal.Signals[number])
+    status = await asyncio.to_thread(server.process.wait, 60)
+    assert status == {"serve: SIGTERM": 0, "serve: SIGKILL": -9, "tritonserver: SIGKILL": 1}[victim]
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+    assert all(isinstance(result, TritoneError) for result in results), results
+    await client.close()
+    await asyncio.to_thread(server.assert_gone, pids, 30)
+
+
+def tritone(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "tritone", *words], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+
+
+def test_a_port_in_use_is_one_sentence(serve, echo_folder):
+    server = serve(echo_folder)
+    port = server.grpc_url.rpartition(":")[2]
+    done = tritone("serve", str(echo_folder), "--grpc-port", port, "--http-port=0", "--metrics-port=0")
+    output = done.stdout + done.stderr
+    assert done.returncode == 1 and port in output and "Traceback" not in output
+
+
+def test_one_folder_too_high_is_explained():
+    done = tritone("doctor", "--model-repository", "model_repository", "--http-port=0", "--grpc-port=0")
+    assert done.returncode == 1 and "model_repository/smoltalk" in done.stdout
+
+
+def test_a_pbtxt_of_another_deploy_file_is_refused_with_the_command(tmp_path, echo_folder):
+    from tritone import deploy, pbtxt
+
+    pbtxt.write(deploy.load(echo_folder / "deploy.yaml"), tmp_path / "echo")
+    changed = tmp_path / "echo" / "deploy.yaml"
+    changed.write_text(changed.read_text() + "max_in_flight: 3\n")
+    check = (
+        "import sys, types; sys.modules['triton_python_backend_utils'] = types.ModuleType('pb')\n"
+        "from tritone.stage_door import load_deploy\n"
+        f"folder = {str(tmp_path / 'echo' / 'echo')!r}\n"
+        "parameters = {'deploy_digest': {'string_value': 'old'}}\n"
+        "import json\n"
+        "load_deploy({'model_config': json.dumps({'parameters': parameters}), 'model_repository': folder,"
+        " 'model_name': 'echo'})"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert "was not rendered from" in done.stderr and "tritone render" in done.stderr

@@ -1,0 +1,105 @@
+"""Every command in README.md does what the page says."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soundfile
+
+pytestmark = [pytest.mark.server, pytest.mark.weights]
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def desk(serve, tmp_path_factory):
+    """run(command) runs a README line against a server that is up, in a folder that looks like the checkout."""
+    server = serve("smoltalk")
+    folder = tmp_path_factory.mktemp("desk")
+    for name in ("client", "model_repository"):
+        (folder / name).symlink_to(ROOT / name)
+
+    def run(command):
+        line = adapted(command, server, folder)
+        env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    run.folder = folder
+    return run
+
+
+def adapted(command, server, folder):
+    """The command for the test's server; what cannot be repeated here is replaced by its nearest check."""
+    words = shlex.split(command, comments=True)
+    match words[0]:
+        case ".":
+            return "true"  # the tests run inside the environment already
+        case "make" if words[1] == "test":
+            return f"make -C {ROOT} -n test"  # this is `make test`
+        case "make":
+            out = shlex.quote(str(folder / "demo.wav"))
+            given = [f"AUDIO={folder / 'reply.wav'}" if w.startswith("AUDIO=") else w for w in words[2:]]
+            given = [word for word in given if not word.startswith("OUT=")]
+            return f"make -C {ROOT} VENV={Path(sys.executable).parents[1]} {words[1]} {shlex.join(given)} OUT={out}"
+        case "tritone" if words[1] == "serve":
+            return "tritone serve smoltalk --check --http-port 0 --grpc-port 0 --metrics-port 0"
+        case "tritone" | "python":
+            return f"{command} --url {server.grpc_url}"
+        case "curl":
+            return command.replace("curl -s", "curl -s --fail-with-body", 1).replace(
+                "localhost:8000", server.http_url
+            )
+    pytest.fail(f"README says `{command}`, and this test does not know how to run it")
+
+
+def wav_seconds(path):
+    samples, rate_hz = soundfile.read(path)
+    assert rate_hz == 24000 and abs(samples).max() > 0.02, f"{path} is silent"
+    return len(samples) / rate_hz
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c[:60])
+def test_a_readme_command_works(desk, command):
+    needs_question = "AUDIO=" in command or "reply.wav" in command.partition("--out")[0]
+    if needs_question and not (desk.folder / "reply.wav").exists():
+        desk('tritone say "What is the capital of France?" --out reply.wav')
+    output = desk(command)
+    if "--out" in command:
+        assert wav_seconds(desk.folder / command.partition("--out ")[2].split()[0]) > 1
+    if command.startswith("make demo"):
+        assert wav_seconds(desk.folder / "demo.wav") > 1
+    if command.startswith("curl"):
+        assert "text_output" in output or "data" in output
+
+
+def test_the_page_has_the_two_commands_first():
+    assert COMMANDS[:2] == ["make demo", "make test"]
+    assert shutil.which("make") and (ROOT / "Makefile").exists()
+
+
+def test_the_table_of_places_is_true():
+    table = README.partition("## Where do I change X?")[2].partition("\n## ")[0]
+    rows = [row for row in table.splitlines() if row.startswith("| ") and not row.startswith("| I want")]
+    assert len(rows) >= 10
+    for row in rows:
+        for place in re.findall(r"`([\w<>*/.]+)`", row.split("|")[2]):
+            pattern = re.sub(r"<\w+>", "*", place).rstrip("/")
+            homes = [ROOT, ROOT / "backends" / "tritone"]
+            assert any(list(home.glob(pattern)) for home in homes), f"{place} in `{row}` does not exist"
+
+
+def test_the_way_of_a_prompt_names_existing_files():
+    way = README.partition("One prompt's way through the code:")[2].partition("\n## ")[0]
+    for place in re.findall(r"`([\w/.]+\.py)`", way):
+        homes = [ROOT / "backends", ROOT / "backends" / "tritone"]
+        assert any((home / place).exists() for home in homes), place
