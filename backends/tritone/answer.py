@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tritone import contract as c
-from tritone.audio import AudioEncoder, encode_audio, to_s16, base64_s16
+from tritone.audio import AudioEncoder, base64_s16, encode_audio, to_s16
 from tritone.ports import Array
 from tritone.request import Request
 

@@ -88,7 +88,8 @@ SAMPLE_RATE = Port("sample_rate", "INT32", (1,), "sample rate of the audio in Hz
 SAMPLE_OFFSET = Port("sample_offset", "INT64", (1,), "position of the first sample in the whole answer")
 
 COMMON_OUTPUTS = (TEXT_OUTPUT, EVENT, INDEX, FINISH_REASON, INFO, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS)
-AUDIO_OUTPUTS = (AUDIO_OUTPUT, AUDIO_F32, AUDIO_ENCODED, SAMPLE_RATE, SAMPLE_OFFSET)
+AUDIO_DATA_OUTPUTS = (AUDIO_OUTPUT, AUDIO_F32, AUDIO_ENCODED)  # one of them, as audio_format says
+AUDIO_OUTPUTS = (*AUDIO_DATA_OUTPUTS, SAMPLE_RATE, SAMPLE_OFFSET)
 
 AUDIO_FORMATS = ("s16", "f32", "s16_base64", "wav", "flac", "opus")
 

@@ -110,7 +110,8 @@ class Orchestrator:
                 f"max_in_flight is {self._deploy.max_in_flight} and as many requests are in flight",
                 "try again later",
             )
-        request = read_request(values, parameters, self._deploy, drawn_seed=secrets.randbelow(MAX_SEED))
+        drawn_seed = secrets.randbelow(MAX_SEED)
+        request = read_request(values, parameters, self._deploy, drawn_seed, reply.wants)
         check_supported(request, self._pipeline)
         plan = self._pipeline.plan(request)
         number = next(self._counter)
@@ -377,7 +378,7 @@ class ChunkFeed:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first leaf of a group of exceptions: with one request a coroutine, the others only follow from it."""
+    """The first leaf of a group of exceptions: in one request, the others only follow from it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -6,8 +6,7 @@ runs with auto-complete off for these models.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -126,9 +125,3 @@ def _input(port: Port, optional: bool = False) -> pb.ModelInput:
 
 def _output(port: Port) -> pb.ModelOutput:
     return pb.ModelOutput(name=port.name, data_type=pb.DataType.Value(f"TYPE_{port.dtype}"), dims=port.dims)
-
-
-def describe(ports: Iterable[Port]) -> str:
-    """A Markdown table of ports, for the client docs."""
-    rows = [f"| `{p.name}` | {p.dtype} {json.dumps(list(p.dims))} | {p.doc} |" for p in ports]
-    return "\n".join(("| tensor | dtype, shape | meaning |", "|---|---|---|", *rows))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tritone.contract import AUDIO_FORMATS, PARAMETERS
+from tritone.contract import AUDIO_DATA_OUTPUTS, AUDIO_FORMATS, PARAMETERS
 from tritone.deploy import Chunks, Deploy, Limits
 from tritone.errors import InvalidRequest, Unsupported, suggestion
 from tritone.pipeline import Pipeline
@@ -61,11 +61,16 @@ class Request:
 
 
 def read_request(
-    values: Mapping[str, Any], parameters: Mapping[str, Any], deploy: Deploy, drawn_seed: int
+    values: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    deploy: Deploy,
+    drawn_seed: int,
+    wanted_outputs: Collection[str] | None = None,
 ) -> Request:
     """The request behind unpacked input `values` (by port name) and Triton request `parameters`.
 
-    drawn_seed: used when the caller gives none.
+    drawn_seed: used when the caller gives none. wanted_outputs: names of the outputs that the caller asked
+    Triton for, None for all; a modality without any of its outputs is not made.
     Raises InvalidRequest or Unsupported naming the field, the value and what to do.
     """
     pipeline = deploy.pipeline
@@ -84,7 +89,7 @@ def read_request(
         media=media,
         audio_input=samples,
         audio_input_rate_hz=rate,
-        modalities=_modalities(values.get("modalities"), pipeline),
+        modalities=_modalities(values.get("modalities"), pipeline, wanted_outputs),
         sampling=sampling,
         seed=seed,
         deadline_s=_deadline_s(parameters.get("deadline_ms"), deploy),
@@ -242,13 +247,20 @@ def _sampling(
     return merged, seed
 
 
-def _modalities(text: str | None, pipeline: Pipeline) -> tuple[str, ...]:
-    if text is None:
-        return pipeline.modalities
-    asked = [word.strip() for word in text.split(",")]
+def _modalities(
+    text: str | None, pipeline: Pipeline, wanted_outputs: Collection[str] | None
+) -> tuple[str, ...]:
+    asked = pipeline.modalities if text is None else tuple(word.strip() for word in text.split(","))
     for word in asked:
         if word not in pipeline.modalities:
             raise InvalidRequest(f"modalities has '{word}'", suggestion(word, pipeline.modalities))
+    if wanted_outputs is not None and not {port.name for port in AUDIO_DATA_OUTPUTS} & set(wanted_outputs):
+        asked = tuple(word for word in asked if word != "audio")
+        if not asked:
+            raise InvalidRequest(
+                "modalities is 'audio' but no audio output is requested",
+                f"request one of {', '.join(port.name for port in AUDIO_DATA_OUTPUTS)}",
+            )
     return tuple(m for m in pipeline.modalities if m in asked)
 
 

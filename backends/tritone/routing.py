@@ -39,7 +39,7 @@ class Routing:
     ) -> list[Route]:
         """Where the outputs of `stage` go.
 
-        models: Triton model by stage; endpoints: engine address by stage already open; inbox: the orchestrator's.
+        models: Triton model by stage; endpoints: engine address by open stage; inbox: the orchestrator's.
         """
         to_stages: dict[str, dict[str, str]] = {}
         to_inbox: dict[str, str] = {}

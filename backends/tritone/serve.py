@@ -488,4 +488,5 @@ def last_errors(log: Path | None, limit: int = NUM_ERROR_LINES) -> list[str]:
     sentences = (error.strip('"').partition(r"\n\nAt:")[0] for error in errors)
     distinct = [sentence for sentence in dict.fromkeys(sentences) if not sentence.startswith(NOISE)]
     telling = [error for error in distinct if "failed to load" in error or "TRITONE_" in error]
-    return (telling or distinct or [line for line in lines if line.strip()])[-limit:]
+    others = [line for line in lines if line.strip() and not re.match(r"[IWE]\d{4} |[+|]", line)]
+    return (telling or distinct or others)[-limit:]

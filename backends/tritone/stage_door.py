@@ -125,7 +125,7 @@ class StageDoor:
         return state
 
     def run(self, chunks: list[wire.StreamChunk]) -> list[wire.StreamResult]:
-        """One batch on this instance's engine; blocks. Raises TritoneError when the batch fails as a whole."""
+        """One batch on this instance's engine; blocks. Raises TritoneError when all of it fails."""
         future = self.own.call(lambda call: wire.Run(call, self.model, chunks))
         results: list[wire.StreamResult] = future.result().results
         return results

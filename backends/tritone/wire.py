@@ -1,7 +1,7 @@
 """The messages between doors, engines and orchestrators, and the local sockets that carry them.
 
-    door ──Open, Run, Cancel, Ping──► engine            engine ──Opened, Ran, Pong, Refused──► door
-    engine ──Piece──► engine (the next stage)           engine ──Piece, Finished, Failed──► orchestrator's inbox
+    door ──Open, Run, Cancel, Ping──► engine        engine ──Opened, Ran, Pong, Refused──► door
+    engine ──Piece──► engine (the next stage)       engine ──Piece, Finished, Failed──► orchestrator's inbox
 
 Sockets are AF_UNIX SOCK_SEQPACKET in the abstract namespace: message borders are the kernel's, nothing is
 left on disk after a kill -9, and a peer of another user is refused. A packet above INLINE_BYTES travels as
@@ -262,7 +262,7 @@ class Channel:
                 os.close(fd)
 
     def receive(self, flags: int = 0) -> Any:
-        """The next message. Raises Disconnected at the end; BlockingIOError with MSG_DONTWAIT if none is there."""
+        """The next message. Raises Disconnected at the end, BlockingIOError if MSG_DONTWAIT finds none."""
         try:
             data, rights, message_flags, _ = self._sock.recvmsg(
                 INLINE_BYTES + 1, socket.CMSG_SPACE(4), flags | socket.MSG_CMSG_CLOEXEC

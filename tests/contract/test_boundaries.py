@@ -10,7 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "backends" / "tritone"
 SPEAKS_TO_TRITON = {"triton.py", "bls.py"}
-HEAVY = {"torch", "vllm", "diffusers", "onnxruntime", "transformers", "faster_whisper", "ctranslate2", "google"}
+HEAVY = {
+    "torch",
+    "vllm",
+    "diffusers",
+    "onnxruntime",
+    "transformers",
+    "faster_whisper",
+    "ctranslate2",
+    "google",
+}
 
 
 def imported_modules(path):
@@ -64,7 +73,8 @@ def test_a_models_name_appears_in_one_path_of_the_library():
         for path in python_files(LIBRARY)
         if "smoltalk" not in path.relative_to(LIBRARY).parts
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if any(word in line.lower() for word in words) and '"smoltalk": "tritone.pipelines.smoltalk"' not in line
+        if any(word in line.lower() for word in words)
+        and '"smoltalk": "tritone.pipelines.smoltalk"' not in line
     ]
     # An example in a help text or an error may name the default pipeline; code may not.
     assert [place for place in elsewhere if not _is_text(place)] == []
@@ -94,5 +104,10 @@ def test_files_stay_readable():
 
 def test_no_catch_all_modules():
     bad = {"utils", "helpers", "common", "misc", "lib"}
-    found = [path for folder in ("backends", "client", "build") for path in python_files(ROOT / folder) if path.stem in bad]
+    found = [
+        path
+        for folder in ("backends", "client", "build")
+        for path in python_files(ROOT / folder)
+        if path.stem in bad
+    ]
     assert found == [] and not (ROOT / "build" / "__init__.py").exists()

@@ -1,5 +1,7 @@
 """Committed config.pbtxt files are what rendering gives, and declare the contract."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,9 @@ def test_code2wav_goes_through_the_sequence_batcher_and_outlives_a_paced_stream(
 def test_no_stage_is_decoupled():
     for stage in ("ears", "thinker", "talker", "code2wav"):
         assert not config("smoltalk", f"smoltalk_{stage}").model_transaction_policy.decoupled
+
+
+def test_the_contract_page_is_what_the_ports_say():
+    script = REPOSITORY.parent / "build" / "contract_page.py"
+    done = subprocess.run([sys.executable, str(script), "--check"])
+    assert done.returncode == 0, "run `python build/contract_page.py`"

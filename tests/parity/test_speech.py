@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-hibari = pytest.importorskip("hibari")
-onnx = pytest.importorskip("onnx")
+pytest.importorskip("hibari")
+pytest.importorskip("onnx")
 pytest.importorskip("faster_whisper")
 
 import hibari.dsp  # noqa: E402
 import hibari.tts  # noqa: E402
+import onnx  # noqa: E402
 import onnx.utils  # noqa: E402
 import onnxruntime  # noqa: E402
 
@@ -97,7 +98,7 @@ def original() -> hibari.Hibari:
 
 @pytest.fixture(scope="module")
 def sentence(original: hibari.Hibari) -> dict[str, np.ndarray]:
-    """SENTENCE through the whole original graph (int8): latent, lh, theta, ln, lr, phi, f0, no batch dimension."""
+    """SENTENCE through the whole original graph (int8): latent and spectra [channels, F], f0 [F]."""
     ids = np.asarray([original.ids(original.phonemize(SENTENCE)[0])], np.int64)
     feed = {"ids": ids, "speed": np.ones(1, np.float32)}
     names = ("lh", "theta", "ln", "lr", "phi", "f0")
@@ -217,8 +218,8 @@ def test_synthesis_of_the_shortest_segments_equals_the_original(code2wav, senten
 
 
 def test_the_decoder_is_as_close_to_the_int8_graph_as_that_is_to_itself(code2wav, original, sentence):
-    """The original quantises activations by the loudest value of a call, so what else is in the call changes its
-    spectra. Ours differ from it by less than that: float32 matrices lose nothing that 8 bits had.
+    """The original quantises activations by the loudest value of a call, so what else is in the call changes
+    its spectra. Ours differ from it by no more than that: dequantised matrices lose nothing that 8 bits had.
     """
     graph = onnx.shape_inference.infer_shapes(onnx.load(original.model_path))
     seam = next(node.input[0] for node in graph.graph.node if node.name == "/dec_in/Conv")

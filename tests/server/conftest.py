@@ -1,4 +1,4 @@
-"""Real servers for tests: started by `tritone serve` or plain, on free ports, and gone without a trace after."""
+"""Real servers for tests: started by `tritone serve` or plain, on free ports, gone without a trace."""
 
 import json
 import signal
@@ -60,7 +60,9 @@ class RunningServer:
         def leftovers():
             alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
             shared = [path.name for path in Path("/dev/shm").iterdir() if str(self.server_pid) in path.name]
-            sockets = [line.split()[-1] for line in open("/proc/net/unix") if f"tritone/{self.server_pid}-" in line]
+            sockets = [
+                line.split()[-1] for line in open("/proc/net/unix") if f"tritone/{self.server_pid}-" in line
+            ]
             return alive + shared + sockets
 
         while leftovers():
@@ -139,7 +141,7 @@ def serve(tmp_path_factory):
 
 @pytest.fixture
 def plain_server(tmp_path):
-    """plain_server(folder) starts tritonserver itself on a rendered repository: default pool, default flags."""
+    """plain_server(folder) starts tritonserver itself on a rendered repository, with its default flags."""
     started = []
 
     def start(folder):
@@ -167,14 +169,19 @@ def plain_server(tmp_path):
             process = subprocess.Popen(
                 words, env=servers.environment(found, python), stdout=output, stderr=subprocess.STDOUT
             )
-        server = RunningServer(process, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", tmp_path, log, process.pid)
+        server = RunningServer(
+            process, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", tmp_path, log, process.pid
+        )
         started.append(server)
 
         def ready():
             assert process.poll() is None, tail(log)
-            return subprocess.run(
-                ["curl", "-sf", f"{server.http_url}/v2/health/ready"], stdout=subprocess.DEVNULL
-            ).returncode == 0
+            return (
+                subprocess.run(
+                    ["curl", "-sf", f"{server.http_url}/v2/health/ready"], stdout=subprocess.DEVNULL
+                ).returncode
+                == 0
+            )
 
         wait_until(ready, START_TIMEOUT_S, f"not ready: {tail(log)}")
         return server

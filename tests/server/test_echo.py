@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 import pytest
-from echo import expected_pcm
 
+from echo import expected_pcm
 from tritone_client import AudioChunk, Done, InvalidRequest, TextDelta, TritoneError, Unavailable
 
 pytestmark = pytest.mark.server
@@ -158,7 +158,12 @@ async def test_stages_cannot_be_called_from_outside(server):
 async def test_instances_share_the_work_and_colocated_stages_share_a_process(serve, echo_folder):
     server = serve(
         echo_folder,
-        overrides=[*PACED, "stage.writer.instances=2", "stage.singer.colocate=speech", "stage.wave.colocate=speech"],
+        overrides=[
+            *PACED,
+            "stage.writer.instances=2",
+            "stage.singer.colocate=speech",
+            "stage.wave.colocate=speech",
+        ],
     )
     assert server.engine_pid("singer,wave")
     async with server.client("echo") as client:

@@ -21,7 +21,7 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 
 @pytest.fixture(scope="module")
 def desk(serve, tmp_path_factory):
-    """run(command) runs a README line against a server that is up, in a folder that looks like the checkout."""
+    """run(command) runs a README line against a running server, in a folder that looks like the checkout."""
     server = serve("smoltalk")
     folder = tmp_path_factory.mktemp("desk")
     for name in ("client", "model_repository"):
@@ -30,7 +30,9 @@ def desk(serve, tmp_path_factory):
     def run(command):
         line = adapted(command, server, folder)
         env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(
+            line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=280
+        )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         return done.stdout
 
@@ -50,7 +52,8 @@ def adapted(command, server, folder):
             out = shlex.quote(str(folder / "demo.wav"))
             given = [f"AUDIO={folder / 'reply.wav'}" if w.startswith("AUDIO=") else w for w in words[2:]]
             given = [word for word in given if not word.startswith("OUT=")]
-            return f"make -C {ROOT} VENV={Path(sys.executable).parents[1]} {words[1]} {shlex.join(given)} OUT={out}"
+            venv = Path(sys.executable).parents[1]
+            return f"make -C {ROOT} VENV={venv} {words[1]} {shlex.join(given)} OUT={out}"
         case "tritone" if words[1] == "serve":
             return "tritone serve smoltalk --check --http-port 0 --grpc-port 0 --metrics-port 0"
         case "tritone" | "python":

@@ -1,4 +1,4 @@
-"""smoltalk on a real tritonserver: streamed equals whole, bad input, kills, and the same answers in every layout."""
+"""smoltalk on a real tritonserver: streamed equals whole, bad input, kills, every layout."""
 
 import asyncio
 import io
@@ -45,7 +45,10 @@ def raw_inputs(**values):
     for name, value in values.items():
         array = value if isinstance(value, np.ndarray) else np.array(value, object)
         kinds = {"O": "BYTES", "b": "BOOL"}
-        kind = kinds.get(array.dtype.kind) or {"float32": "FP32", "int32": "INT32", "int64": "INT64"}[array.dtype.name]
+        kind = (
+            kinds.get(array.dtype.kind)
+            or {"float32": "FP32", "int32": "INT32", "int64": "INT64"}[array.dtype.name]
+        )
         tensor = grpc_aio.InferInput(name, array.shape, kind)
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
@@ -56,7 +59,12 @@ async def raw(server, model="smoltalk", parameters=None, outputs=None, **values)
     """All responses of one request made with tritonclient alone."""
 
     async def requests():
-        yield {"model_name": model, "inputs": raw_inputs(**values), "parameters": parameters, "outputs": outputs}
+        yield {
+            "model_name": model,
+            "inputs": raw_inputs(**values),
+            "parameters": parameters,
+            "outputs": outputs,
+        }
 
     async with grpc_aio.InferenceServerClient(server.grpc_url) as client:
         stream = client.stream_infer(requests(), headers={"triton_grpc_error": "true"})
@@ -75,7 +83,7 @@ def error_of(exception):
     return str(exception.code()), exception.details()
 
 
-# -- what it says ----------------------------------------------------------------------------------------------
+# -- what it says ------------------------------------------------------------------------------------------
 
 
 async def test_speech_starts_while_the_text_is_being_written(server):
@@ -113,7 +121,10 @@ async def test_streamed_equals_whole_and_every_chunking(server):
 
 
 async def test_the_same_answers_alone_and_among_eight(server):
-    questions = [f"Tell me about {topic}." for topic in ("cats", "rain", "bread", "the moon", "ships", "tea", "snow", "music")]
+    questions = [
+        f"Tell me about {topic}."
+        for topic in ("cats", "rain", "bread", "the moon", "ships", "tea", "snow", "music")
+    ]
     async with server.client("smoltalk") as client:
         alone = [await whole(client, question) for question in questions[:3]]
         together = await asyncio.gather(*(whole(client, question) for question in questions))
@@ -132,7 +143,9 @@ async def test_a_seed_gives_the_same_sampled_answer_again(server):
 
 async def test_a_spoken_question_is_heard(server):
     async with server.client("smoltalk") as client:
-        spoken = await client.ask(messages=[{"role": "assistant", "content": "What is the capital of France?"}])
+        spoken = await client.ask(
+            messages=[{"role": "assistant", "content": "What is the capital of France?"}]
+        )
         file = io.BytesIO()
         soundfile.write(file, spoken.samples, 24000, format="WAV")
         answer = await client.ask(audio=file.getvalue(), modalities="text", **SHORT)
@@ -159,13 +172,26 @@ async def test_what_cannot_be_spoken_is_skipped_and_ends(server):
     async with server.client("smoltalk") as client:
         messages = [{"role": "assistant", "content": "聪明 🙂 … !"}]
         silent = await client.ask(messages=messages, modalities="audio")
-        spoken = await client.ask(messages=[{"role": "assistant", "content": "Hello 聪明 🙂 friend."}], modalities="audio")
-        plain = await client.ask(messages=[{"role": "assistant", "content": "Hello friend."}], modalities="audio")
+        spoken = await client.ask(
+            messages=[{"role": "assistant", "content": "Hello 聪明 🙂 friend."}], modalities="audio"
+        )
+        plain = await client.ask(
+            messages=[{"role": "assistant", "content": "Hello friend."}], modalities="audio"
+        )
     assert len(silent.samples) == 0 and silent.done.finish_reasons["audio"] == "stop"
     assert 0.5 < len(spoken.samples) / len(plain.samples) < 2
 
 
-# -- what it refuses -------------------------------------------------------------------------------------------
+async def test_a_client_that_requests_only_text_outputs_starts_no_speech(server):
+    async with server.client("smoltalk") as client:
+        before = (await client.ping(5))["code2wav"]["engines"][0]["chunks"]
+        outputs = [grpc_aio.InferRequestedOutput(name) for name in ("text_output", "info")]
+        (response,) = await raw(server, text_input=[b"Hello!"], outputs=outputs)
+        assert response.as_numpy("text_output")[0] and response.as_numpy("audio_output") is None
+        assert (await client.ping(5))["code2wav"]["engines"][0]["chunks"] == before
+
+
+# -- what it refuses ---------------------------------------------------------------------------------------
 
 
 def wav(samples, rate_hz=16000):
@@ -242,7 +268,11 @@ BAD = {
         {"deadlin_ms": 100},
         ["INVALID_ARG", "deadlin_ms", "deadline_ms"],
     ),
-    "misplaced parameter": ({"text_input": text("Hi")}, {"max_tokens": 4}, ["INVALID_ARG", "sampling_parameters"]),
+    "misplaced parameter": (
+        {"text_input": text("Hi")},
+        {"max_tokens": 4},
+        ["INVALID_ARG", "sampling_parameters"],
+    ),
     "deadline 0": ({"text_input": text("Hi")}, {"deadline_ms": 0}, ["INVALID_ARG", "deadline_ms"]),
     "unknown op": ({"op": text("pong")}, {}, ["INVALID_ARG", "op", "ping"]),
 }
@@ -278,7 +308,7 @@ async def test_the_server_is_unharmed_after_all_that(server):
         assert (await client.ask("both pipelines live")).text.split() == ["both", "pipelines", "live"]
 
 
-# -- what happens when things break ---------------------------------------------------------------------------
+# -- what happens when things break ------------------------------------------------------------------------
 
 
 async def test_leaving_stops_the_thinker(server):
@@ -333,7 +363,11 @@ async def test_kill_9_of_the_ears_is_noticed_too(server):
 async def test_every_layout_gives_the_same_answer(server, serve):
     other = serve(
         "smoltalk",
-        overrides=["stage.talker.colocate=speech", "stage.code2wav.colocate=speech", "stage.thinker.instances=2"],
+        overrides=[
+            "stage.talker.colocate=speech",
+            "stage.code2wav.colocate=speech",
+            "stage.thinker.instances=2",
+        ],
     )
     assert other.engine_pid("talker,code2wav") and len(other.engine_pids("thinker")) == 2
     async with server.client("smoltalk") as one, other.client("smoltalk") as two:

@@ -53,9 +53,13 @@ async def test_speech_is_intelligible(serve):
     errors = 0
     async with server.client("smoltalk") as client:
         for number, sentence in enumerate(SENTENCES):
-            said = await client.ask(messages=[{"role": "assistant", "content": sentence}], modalities="audio", seed=1)
+            said = await client.ask(
+                messages=[{"role": "assistant", "content": sentence}], modalities="audio", seed=1
+            )
             samples = said.samples.astype(np.float32) / 32768
-            ears.add_request(str(number), {"audio_input": samples, "audio_input_rate": said.sample_rate_hz}, {})
+            ears.add_request(
+                str(number), {"audio_input": samples, "audio_input_rate": said.sample_rate_hz}, {}
+            )
             ears.push(str(number), {}, last=True)
             heard = ""
             while ears.has_work:

@@ -148,7 +148,7 @@ class _Depthwise(nn.Module):
 
 
 def _join(x: Tensor, counts: Sequence[int], pieces: Sequence[Piece], index: int, kernel: int) -> _Joined:
-    """Each stream's inputs `x` [sum of counts, C] behind its tail of convolution `index`; the tails move on."""
+    """Each stream's inputs `x` [sum of counts, C] behind its tail of convolution `index`; moves the tail."""
     padding = x.new_zeros(kernel // 2, x.shape[1])
     parts: list[Tensor] = []
     spans: list[int] = []

@@ -19,7 +19,9 @@ REQUEST = read_request({"text_input": "Hi"}, {}, DEPLOY, drawn_seed=5)
 def answer(**changes):
     responses = []
     made = Answer(
-        dataclasses.replace(REQUEST, **changes), RATE_HZ, lambda tensors, final: responses.append((tensors, final))
+        dataclasses.replace(REQUEST, **changes),
+        RATE_HZ,
+        lambda tensors, final: responses.append((tensors, final)),
     )
     return made, responses
 

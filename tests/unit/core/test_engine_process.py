@@ -4,6 +4,7 @@ import json
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -71,11 +72,11 @@ def inbox():
 def make_link(tmp_path):
     links = []
 
-    def make(stages=("writer",), call_timeout_s=10.0, **stage_settings):
+    def make(stages=("writer",), call_timeout_s=10.0, python=None, **stage_settings):
         path = tmp_path / f"deploy-{len(links)}.yaml"
         path.write_text(yaml.safe_dump({"pipeline": str(ECHO), "stages": stage_settings}))
         address = f"tritone-test/{uuid.uuid4().hex}"
-        spec = EngineSpec(path, tuple(stages), address, "cpu", 1, None, 20.0)
+        spec = EngineSpec(path, tuple(stages), address, "cpu", 1, python, 20.0)
         link = EngineLink(address, spec, call_timeout_s)
         links.append(link)
         return link
@@ -104,6 +105,18 @@ def open_writer(link, inbox, text, session="s1", routes=None, max_tokens=99):
 
 def pid_of(link):
     return link._process.pid
+
+
+def stop(pid):
+    """SIGSTOP, and wait until the process stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 5
+    while any(
+        (task / "stat").read_text().rpartition(")")[2].split()[0] != "T"
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def sessions(link, model="echo_writer"):
@@ -211,7 +224,7 @@ def test_kill_9_fails_the_call_at_once_and_the_process_comes_back(make_link, inb
     link.wait_ready(20)
     open_writer(link, inbox, "word " * 500, max_tokens=500).result(5)
     first = pid_of(link)
-    os.kill(first, signal.SIGSTOP)  # a call that is certainly unanswered
+    stop(first)  # so that the call is certainly unanswered
     call = link.call(wire.Ping)
     os.kill(first, signal.SIGKILL)
     with pytest.raises(EngineLost):
@@ -239,7 +252,7 @@ def test_calls_while_it_restarts_are_refused_with_a_time(make_link):
 def test_an_engine_that_hangs_is_refused_by_the_call_deadline(make_link):
     link = make_link(call_timeout_s=0.5)
     link.wait_ready(20)
-    os.kill(pid_of(link), signal.SIGSTOP)
+    stop(pid_of(link))
     try:
         with pytest.raises(Unavailable, match=r"did not answer within 0\.5 s"):
             link.call(wire.Ping).result(3)
@@ -272,3 +285,14 @@ def test_an_engine_that_cannot_load_says_why(make_link):
     link = make_link(writer={"engine": {"fail_load": True}})
     with pytest.raises(ConfigError, match="fail_load"):
         link.wait_ready(20)
+
+
+def test_an_engine_may_have_an_interpreter_of_its_own(make_link, inbox, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ntouch "{tmp_path}/used"\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    link = make_link(python=str(python))
+    link.wait_ready(20)
+    assert (tmp_path / "used").exists()
+    open_writer(link, inbox, "hi").result(5)
+    assert isinstance(inbox.until_end()[1], wire.Finished)

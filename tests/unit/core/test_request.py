@@ -141,3 +141,13 @@ def test_an_unknown_voice_lists_the_known():
         plan(text_input="Hi", speaker="Darth")
     assert "heart" in refusal.value.cure
     assert plan(text_input="Hi", speaker="HEART")["talker"].settings["speaker"] == "heart"
+
+
+def test_audio_outputs_that_nobody_requests_start_no_speech():
+    def read_for(wanted, **values):
+        return read_request(values, {}, DEPLOY, 1, wanted).modalities
+
+    assert read_for({"text_output", "info"}, text_input="Hi") == ("text",)
+    assert read_for({"text_output", "audio_f32"}, text_input="Hi") == ("text", "audio")
+    with pytest.raises(InvalidRequest, match="no audio output is requested"):
+        read_for({"text_output"}, text_input="Hi", modalities="audio")

@@ -109,7 +109,10 @@ class TestLog:
         assert serve.last_errors(log) == ["failed to load 'echo': no weights"]
 
     def test_without_errors_the_last_lines_tell(self, tmp_path: Path) -> None:
-        log = write_file(tmp_path / "log", b"a\n\nerror while loading shared libraries: libfoo.so\n")
+        log = write_file(
+            tmp_path / "log",
+            b"a\n\nerror while loading shared libraries: libfoo.so\nI1129 22:54:59.7 7 a.cc:1] fine\n",
+        )
         assert serve.last_errors(log, 1) == ["error while loading shared libraries: libfoo.so"]
         assert serve.last_errors(None) == []
 

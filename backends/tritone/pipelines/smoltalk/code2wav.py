@@ -70,7 +70,7 @@ class Code2Wav(BatchEngine):
         from safetensors.torch import load_file
 
         from tritone.networks.pulse_synthesis import Pitch, PulseSynthesis, SignalConfig
-        from tritone.networks.spectral_decoder import SpectralConfig, Piece, SpectralDecoder
+        from tritone.networks.spectral_decoder import Piece, SpectralConfig, SpectralDecoder
 
         self._torch, self._piece, self._pitch = torch, Piece, Pitch
         torch.set_num_threads(placement.threads)
