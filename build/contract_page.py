@@ -27,8 +27,8 @@ TAIL = """\
 ## Errors
 
 `TRITONE_<CODE>: what is wrong; what to do`, with Triton's code: INVALID_ARG, NOT_FOUND, UNSUPPORTED,
-UNAVAILABLE (try again later), CANCELLED, INTERNAL; DEADLINE_EXCEEDED comes with the code CANCELLED. A deadline
-that passes in the middle of an answer is no error: the answer ends with the finish reason `deadline`.
+UNAVAILABLE (try later), CANCELLED, INTERNAL; DEADLINE_EXCEEDED comes with the code CANCELLED. A
+deadline that passes in the middle of an answer is no error: the answer ends with the finish reason `deadline`.
 """
 PARAMETER_DOCS = {
     "deadline_ms": "the answer ends then, with finish reason `deadline`",

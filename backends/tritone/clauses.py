@@ -11,9 +11,10 @@ Made for languages that put blanks between words; other text is cut by the limit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 # With the marks around it; a dash inside a run of characters ends one.
 _WORD = re.compile(r"[^\s—]*—+|[^\s—]+")
@@ -30,12 +31,13 @@ _ABBREVIATION_LIST = """
     ch pp ed eds dept est inc ltd co corp ave blvd jan feb mar apr jun jul aug sep sept oct nov dec
 """
 _ABBREVIATIONS = frozenset(_ABBREVIATION_LIST.split())
-# Words that lean on what follows: no clause without punctuation should end with one.
+# Words that lean on what follows: they begin phrases, and no clause without a mark should end with one.
 _LEANING_LIST = """
-    a an the this that these those my your his her its our their of to in on at by for from with into over
-    under about as than and or but nor so if when while because which who whose is are was were be been am
-    will would can could should may might must do does did has have had not no very more most i we you he she
-    it they there
+    a an the this that these those my your his her its our their of to in on at by for from with into over under
+    about after before beside between through without against during near until since behind above below across
+    along among around toward towards upon within as than and or but nor so if when while because which who whose
+    is are was were be been am will would can could should may might must do does did has have had not no very
+    more most i we you he she it they there
 """
 _LEANING = frozenset(_LEANING_LIST.split())
 
@@ -162,17 +164,20 @@ def _rank(word: str, line_begins: bool) -> _Break:
 
 
 def _best_end(passed: list[_Word]) -> int:
-    """The end of a clause at a limit: its last comma if that is not too early, else no leaning word."""
+    """The end of a clause that has reached a limit without a mark that ends it.
+
+    Best at its last comma, if that is not too early; else where a phrase begins, else after a word that can stand
+    last. Of the words passed one at least is left for the next clause: a word alone is hard to understand.
+    """
     total = passed[-1].words
-    choices: list[tuple[int, Callable[[_Word], bool]]] = [
-        (max(2, total // 4), lambda word: word.rank > _Break.NONE),
-        (max(1, total // 2), lambda word: not word.leaning),
-    ]
-    for fewest, fits in choices:
-        for word in reversed(passed):
-            if word.words >= fewest and fits(word):
-                return word.end
-    return passed[-1].end
+    inner = list(pairwise(passed))
+    choices = (
+        [word for word in passed if word.rank > _Break.NONE and word.words >= max(2, total // 4)],
+        [word for word, after in inner if after.leaning and not word.leaning and word.words >= total // 2],
+        [word for word, _ in inner if not word.leaning and word.words >= total // 2],
+        passed,
+    )
+    return next(words[-1].end for words in choices if words)
 
 
 def _is_spoken(text: str) -> bool:

@@ -488,5 +488,6 @@ def last_errors(log: Path | None, limit: int = NUM_ERROR_LINES) -> list[str]:
     sentences = (error.strip('"').partition(r"\n\nAt:")[0] for error in errors)
     distinct = [sentence for sentence in dict.fromkeys(sentences) if not sentence.startswith(NOISE)]
     telling = [error for error in distinct if "failed to load" in error or "TRITONE_" in error]
-    others = [line for line in lines if line.strip() and not re.match(r"[IWE]\d{4} |[+|]", line)]
-    return (telling or distinct or others)[-limit:]
+    # A server that could not even start its log says why in a line of its own.
+    spoke = any(re.match(r"[IWE]\d{4} ", line) for line in lines)
+    return (telling or distinct or ([] if spoke else [line for line in lines if line.strip()]))[-limit:]

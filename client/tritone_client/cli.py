@@ -1,7 +1,7 @@
 """The command `tritone`.
 
-    chat  say  bench  ping                   ask a running server; this package alone is enough
-    serve  render  check  doctor  models     run one; they come with `tritone[server]`
+    chat  say  bench  ping                            ask a running server; this package alone is enough
+    serve  render  check  doctor  models  backends    run one; they come with `tritone[server]`
 
 Exit codes: 0 done, 1 failed (one sentence on stderr), 2 wrong usage, 130 interrupted.
 """
@@ -33,6 +33,7 @@ SERVER_COMMANDS = {
     "check": "check pipelines and deploy files",
     "doctor": "say what this machine lacks to serve",
     "models": "list the pipelines",
+    "backends": "compose a backend directory for plain tritonserver",
 }
 
 

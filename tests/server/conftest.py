@@ -60,9 +60,8 @@ class RunningServer:
         def leftovers():
             alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
             shared = [path.name for path in Path("/dev/shm").iterdir() if str(self.server_pid) in path.name]
-            sockets = [
-                line.split()[-1] for line in open("/proc/net/unix") if f"tritone/{self.server_pid}-" in line
-            ]
+            unix = Path("/proc/net/unix").read_text().splitlines()
+            sockets = [line.split()[-1] for line in unix if f"tritone/{self.server_pid}-" in line]
             return alive + shared + sockets
 
         while leftovers():

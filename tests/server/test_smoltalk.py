@@ -316,13 +316,13 @@ async def test_leaving_stops_the_thinker(server):
         async for event in client.stream("Tell me a very long story about a ship.", max_tokens=150):
             if isinstance(event, AudioChunk):
                 break
-        deadline = time.monotonic() + 0.5
+        deadline = time.monotonic() + 2
         while time.monotonic() < deadline:
             stages = await client.ping(5)
             active = sum(engine["active"] for stage in stages.values() for engine in stage["engines"])
             if active == 0:
                 return
-        pytest.fail(f"{active} sessions live half a second after the client left")
+        pytest.fail(f"{active} sessions live 2 s after the client left")
 
 
 @pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav"])

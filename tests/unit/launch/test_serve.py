@@ -108,12 +108,14 @@ class TestLog:
         log = write_file(tmp_path / "log", "\n".join(lines).encode())
         assert serve.last_errors(log) == ["failed to load 'echo': no weights"]
 
-    def test_without_errors_the_last_lines_tell(self, tmp_path: Path) -> None:
+    def test_only_a_server_that_never_spoke_is_quoted_without_errors(self, tmp_path: Path) -> None:
         log = write_file(
             tmp_path / "log",
-            b"a\n\nerror while loading shared libraries: libfoo.so\nI1129 22:54:59.7 7 a.cc:1] fine\n",
+            b"a\n\nerror while loading shared libraries: libfoo.so\n",
         )
         assert serve.last_errors(log, 1) == ["error while loading shared libraries: libfoo.so"]
+        write_file(log, b"I1129 22:54:59.7 7 server.cc:1] fine\nan engine is ready\n")
+        assert serve.last_errors(log) == []
         assert serve.last_errors(None) == []
 
 

@@ -53,9 +53,7 @@ class TalkerOptions:
 class _Session:
     cutter: ClauseCutter
     clauses: deque[str] = field(default_factory=deque)  # text that waits to be read
-    phonemes: deque[str] = field(
-        default_factory=deque
-    )  # read, waits to be spoken; each of a length the voice can do
+    phonemes: deque[str] = field(default_factory=deque)  # of clauses that were read and wait to be spoken
     ended: bool = False  # no more text comes
     finish_reason: str = "stop"
     num_characters: int = 0  # taken in
