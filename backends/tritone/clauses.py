@@ -1,7 +1,7 @@
 """Where a growing text is cut into clauses, each of which is spoken in one breath. Pure: no torch, no Triton.
 
-The first clause is short, so that speech starts soon; later ones are as long as their sentence allows, since
-a voice reads a whole sentence best and text comes faster than speech. What decides about a cut is the text up
+The first clause is short, so that speech starts soon. Each later one may be twice as long, since it is written
+while the one before is heard, up to a whole sentence, which a voice reads best. What decides about a cut is the text up
 to it and the blanks behind it, so the clauses are the same however the text arrives. They concatenate to the
 text: a clause begins with the blanks that follow the one before.
 
@@ -33,11 +33,11 @@ _ABBREVIATION_LIST = """
 _ABBREVIATIONS = frozenset(_ABBREVIATION_LIST.split())
 # Words that lean on what follows: they begin phrases, and no clause without a mark should end with one.
 _LEANING_LIST = """
-    a an the this that these those my your his her its our their of to in on at by for from with into over under
-    about after before beside between through without against during near until since behind above below across
-    along among around toward towards upon within as than and or but nor so if when while because which who whose
-    is are was were be been am will would can could should may might must do does did has have had not no very
-    more most i we you he she it they there
+    a an the this that these those my your his her its our their of to in on at by for from with into over
+    under about after before beside between through without against during near until since behind above below
+    across along among around toward towards upon within as than and or but nor so if when while because which
+    who whose is are was were be been am will would can could should may might must do does did has have had
+    not no very more most i we you he she it they there
 """
 _LEANING = frozenset(_LEANING_LIST.split())
 
@@ -54,11 +54,11 @@ class _Break(IntEnum):
 class ClauseLimits:
     """Sizes in words that hold a letter or a digit."""
 
-    first_words: int = 6  # the first clause ends here, punctuation or not
-    first_clause_words: int = 2  # fewest before a comma that ends the first clause
+    first_words: int = 6  # the first clause ends here, punctuation or not; each later one at twice as many
+    max_words: int = 28  # but here at the latest
+    first_clause_words: int = 2  # fewest before a comma that ends the first clause; later twice as many
+    clause_words: int = 9  # but a comma after so many always ends one
     sentence_words: int = 3  # fewest before a sentence end that ends a later clause
-    clause_words: int = 9  # fewest before a comma that ends a later clause
-    max_words: int = 28  # a later clause ends here, punctuation or not
     max_characters: int = 240  # any clause does
 
 
@@ -74,7 +74,7 @@ class ClauseCutter:
     def __init__(self, limits: ClauseLimits | None = None) -> None:
         self._limits = limits or ClauseLimits()
         self._rest = ""
-        self._first = True
+        self._num_spoken = 0  # clauses with words in them
 
     def push(self, text: str) -> list[str]:
         """The clauses that `text` completes."""
@@ -95,7 +95,7 @@ class ClauseCutter:
             end = self._find_end(window, ended and begin + len(window) == len(self._rest))
             if end is None:
                 break
-            self._first = self._first and not _is_spoken(window[:end])
+            self._num_spoken += _is_spoken(window[:end])
             clauses.append(window[:end])
             begin += end
         self._rest = self._rest[begin:]
@@ -108,7 +108,7 @@ class ClauseCutter:
         """
         limits = self._limits
         full = len(window) > limits.max_characters
-        most_words = limits.first_words if self._first else limits.max_words
+        most_words = min(self._grown(limits.first_words), max(limits.first_words, limits.max_words))
         passed: list[_Word] = []
         for word in _words(window, ended, full):
             passed.append(word)
@@ -123,10 +123,16 @@ class ClauseCutter:
     def _ends_clause(self, word: _Word) -> bool:
         limits = self._limits
         if word.rank is _Break.SENTENCE:
-            return word.words >= (1 if self._first else limits.sentence_words)
+            return word.words >= (limits.sentence_words if self._num_spoken else 1)
         if word.rank is _Break.CLAUSE:
-            return word.words >= (limits.first_clause_words if self._first else limits.clause_words)
+            return word.words >= min(
+                self._grown(limits.first_clause_words), max(limits.first_clause_words, limits.clause_words)
+            )
         return False
+
+    def _grown(self, words: int) -> int:
+        """A limit of the first clause, as it is for the present one."""
+        return words << min(self._num_spoken, 16)
 
 
 def _words(window: str, ended: bool, full: bool) -> Iterator[_Word]:
@@ -166,8 +172,8 @@ def _rank(word: str, line_begins: bool) -> _Break:
 def _best_end(passed: list[_Word]) -> int:
     """The end of a clause that has reached a limit without a mark that ends it.
 
-    Best at its last comma, if that is not too early; else where a phrase begins, else after a word that can stand
-    last. Of the words passed one at least is left for the next clause: a word alone is hard to understand.
+    Best at its last comma, if that is not too early; else where a phrase begins, else after a word that can
+    stand last. One of the words passed is left for the next clause: a word alone is hard to understand.
     """
     total = passed[-1].words
     inner = list(pairwise(passed))

@@ -135,6 +135,18 @@ def test_the_first_clause_comes_early_and_not_after_a_leaning_word():
     assert cutter.push(" the") == ["The quick brown fox jumps"]
 
 
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("Rice is often served in round bowls.", "Rice is often served"),
+        ("Glue the sheet to the dark blue background.", "Glue the sheet"),
+        ("The juice of lemons makes fine punch.", "The juice of lemons makes"),
+    ],
+)
+def test_a_clause_without_marks_ends_where_a_phrase_begins_and_leaves_no_word_alone(text, first):
+    assert spoken(text)[0] == first
+
+
 def test_the_first_clause_waits_for_no_more_than_its_words():
     words = [f"word{number} " for number in range(30)]
     cutter = ClauseCutter()
@@ -143,8 +155,8 @@ def test_the_first_clause_waits_for_no_more_than_its_words():
 
 
 def test_later_clauses_reach_for_the_end_of_the_sentence():
-    text = "Right. I went to the market, and then I came back home with a large bag of apples."
-    assert spoken(text)[1] == "I went to the market, and then I came back home with a large bag of apples."
+    text = "Right. I see it. I went to the market, and then I came back home with a large bag of apples."
+    assert spoken(text)[2] == "I went to the market, and then I came back home with a large bag of apples."
 
 
 def test_a_long_later_clause_may_end_at_a_comma():
@@ -169,3 +181,10 @@ def test_texts_without_words(text):
 def test_a_large_text_takes_linear_time():
     text = "Hello my dear world, this is it. " * 20_000
     assert "".join(cut([text])) == text
+
+
+def test_each_clause_may_be_twice_as_long_as_the_one_before():
+    clauses = ClauseCutter().push("word " * 200)
+    sizes = [len(clause.split()) for clause in clauses]
+    # One word fewer than the limit: the last one is kept for the next clause.
+    assert sizes[:3] == [5, 11, 23] and set(sizes[3:-1]) == {ClauseLimits().max_words - 1}
