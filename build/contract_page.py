@@ -27,8 +27,9 @@ TAIL = """\
 ## Errors
 
 `TRITONE_<CODE>: what is wrong; what to do`, with Triton's code: INVALID_ARG, NOT_FOUND, UNSUPPORTED,
-UNAVAILABLE (try later), CANCELLED, INTERNAL; DEADLINE_EXCEEDED comes with the code CANCELLED. A
-deadline that passes in the middle of an answer is no error: the answer ends with the finish reason `deadline`.
+UNAVAILABLE (try again later), CANCELLED or INTERNAL. DEADLINE_EXCEEDED comes with Triton's code CANCELLED, if
+nothing was made in time; a deadline that passes in the middle of an answer is no error: the answer ends with
+the finish reason `deadline`.
 """
 PARAMETER_DOCS = {
     "deadline_ms": "the answer ends then, with finish reason `deadline`",

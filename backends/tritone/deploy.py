@@ -41,7 +41,7 @@ class Limits:
     """What a request may bring; checked before anything is allocated for it."""
 
     text_bytes: int = 65536  # of text_input or messages
-    audio_s: float = 300.0  # of one audio input
+    audio_s: float = 300.0  # of all audio of a request together
     audio_bytes: int = 64 << 20  # of one encoded audio file
     media_parts: int = 16  # images, audios and videos together
 

@@ -27,6 +27,7 @@ class Request:
     media: Mapping[str, list[bytes]]  # "image" / "audio" / "video": encoded files in order
     audio_input: Array | None  # float32 [n], raw mono samples; then messages refer to it as one audio part
     audio_input_rate_hz: int | None
+    limits: Limits
     modalities: tuple[str, ...]
     sampling: Mapping[str, Sampling]  # by stage that samples; seed set
     seed: int
@@ -89,6 +90,7 @@ def read_request(
         media=media,
         audio_input=samples,
         audio_input_rate_hz=rate,
+        limits=deploy.limits,
         modalities=_modalities(values.get("modalities"), pipeline, wanted_outputs),
         sampling=sampling,
         seed=seed,

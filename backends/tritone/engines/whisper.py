@@ -29,7 +29,6 @@ class WhisperOptions:
     beam_size: Annotated[int, Meta(ge=1, le=10)] = 1
     language: str | None = None  # None: found out; a checkpoint of one language needs none
     compute_type: str = "int8"  # of CTranslate2: int8, float16, float32 …
-    max_audio_seconds: Annotated[float, Meta(gt=0)] = 300.0  # of one request
     max_waiting: Annotated[int, Meta(ge=1)] = 16  # requests held, the running one included; more: UNAVAILABLE
 
 
@@ -45,7 +44,7 @@ class _Session:
 
 class WhisperEngine(Engine):
     """inputs: `audio`, the bytes of one encoded file or a list of several; or `audio_input` float32 [n] with
-    `audio_input_rate` int, Hz.
+    `audio_input_rate` int, Hz. settings: `max_audio_s`, of all recordings of the request together.
     outputs: `transcript` str, one delta a recording, in order.
     """
 
@@ -75,7 +74,6 @@ class WhisperEngine(Engine):
                 "see its options device and compute_type",
             ) from None
         self._options = options
-        self._limits = AudioLimits(max_seconds=options.max_audio_seconds)
         self._rate_hz: int = self._model.feature_extractor.sampling_rate
         self._waiting: deque[_Session] = deque()
         self._audio_seconds = 0.0
@@ -84,7 +82,9 @@ class WhisperEngine(Engine):
     def add_request(self, session: str, inputs: Values, settings: Mapping[str, Any]) -> None:
         if len(self._waiting) >= self._options.max_waiting:
             raise Unavailable(f"{len(self._waiting)} recordings wait to be heard", "try again shortly")
-        recordings = [resample(samples, rate_hz, self._rate_hz) for samples, rate_hz in self._sounds(inputs)]
+        limits = AudioLimits(max_seconds=settings.get("max_audio_s", AudioLimits.max_seconds))
+        sounds = self._sounds(inputs, limits)
+        recordings = [resample(samples, rate_hz, self._rate_hz) for samples, rate_hz in sounds]
         seconds = sum(map(len, recordings)) / self._rate_hz
         self._waiting.append(_Session(session, deque(recordings), seconds))
 
@@ -113,23 +113,23 @@ class WhisperEngine(Engine):
     def stats(self) -> dict[str, int | float]:
         return {"active": len(self._waiting), "audio_seconds": self._audio_seconds}
 
-    def _sounds(self, inputs: Values) -> list[tuple[Samples, int]]:
+    def _sounds(self, inputs: Values, limits: AudioLimits) -> list[tuple[Samples, int]]:
         """Every recording of a request with its rate in Hz, checked, within the limit together."""
         sounds: list[tuple[Samples, int]] = []
-        left_s = self._limits.max_seconds
+        left_s = limits.max_seconds
         files = _files(inputs.get("audio"))
         for number, data in enumerate(files):
             name = "audio" if len(files) == 1 else f"audio[{number}]"
-            samples, rate_hz = decode_audio(data, self._limits, name)
+            samples, rate_hz = decode_audio(data, limits, name)
             left_s -= len(samples) / rate_hz
             if left_s < 0:
                 raise InvalidRequest(
-                    f"audio lasts more than {self._limits.max_seconds:g} s in all", "send shorter recordings"
+                    f"audio lasts more than {limits.max_seconds:g} s in all", "send shorter recordings"
                 )
             sounds.append((samples, rate_hz))
         raw, rate = inputs.get("audio_input"), inputs.get("audio_input_rate")
         if raw is not None:
-            sounds.append(check_samples(raw, rate, self._limits))
+            sounds.append(check_samples(raw, rate, limits))
         if not sounds:
             raise InvalidRequest("audio is missing", "send audio, or audio_input with audio_input_rate")
         return sounds

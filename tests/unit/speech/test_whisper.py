@@ -38,7 +38,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WhisperEngine:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     for name in ("model.bin", "config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
-    return WhisperEngine(Placement(tmp_path), WhisperOptions(max_audio_seconds=10, max_waiting=2))
+    return WhisperEngine(Placement(tmp_path), WhisperOptions(max_waiting=2))
 
 
 def tone(seconds, level=0.5):
@@ -115,7 +115,7 @@ def test_one_silent_recording_among_others_is_empty(engine):
 )
 def test_bad_input_is_refused_and_nothing_kept(engine, inputs, words):
     with pytest.raises(InvalidRequest, match=words):
-        engine.add_request("a", inputs, {})
+        engine.add_request("a", inputs, {"max_audio_s": 10})
     assert engine.stats()["active"] == 0
 
 

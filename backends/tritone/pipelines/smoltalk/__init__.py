@@ -54,7 +54,7 @@ def plan(request: Request) -> Plan:
             {"messages": request.messages_json}, {"sampling": request.sampling["thinker"].as_dict()}
         )
         if request.parts("audio"):
-            calls["ears"] = StageCall(_recordings(request))
+            calls["ears"] = StageCall(_recordings(request), {"max_audio_s": request.limits.audio_s})
     if "audio" in request.modalities:
         text = {"text": request.text_of_last()} if spoken else {}
         calls["talker"] = StageCall(text, {"speaker": _speaker(request.speaker)})
