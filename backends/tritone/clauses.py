@@ -1,8 +1,8 @@
 """Where a growing text is cut into clauses, each of which is spoken in one breath. Pure: no torch, no Triton.
 
-The first clause is short, so that speech starts soon. Each later one may be twice as long, since it is written
-while the one before is heard, up to a whole sentence, which a voice reads best. What decides about a cut is
-the text up to it and the blanks behind it, so the clauses are the same however the text arrives. They
+The first clause is short, so that speech starts soon. Each later one may be twice as long, since it is
+written while the one before is heard, up to a whole sentence, which a voice reads best. What decides about a
+cut is the text up to it and the blanks behind it, so the clauses are the same however the text arrives. They
 concatenate to the text: a clause begins with the blanks that follow the one before.
 
 Made for languages that put blanks between words; other text is cut by the limit in characters.
