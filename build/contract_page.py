@@ -29,13 +29,15 @@ TAIL = """\
 `TRITONE_<CODE>: what is wrong; what to do`, with Triton's code: INVALID_ARG, NOT_FOUND, UNSUPPORTED,
 UNAVAILABLE (try again later), CANCELLED or INTERNAL. DEADLINE_EXCEEDED comes with Triton's code CANCELLED, if
 nothing was made in time; a deadline that passes in the middle of an answer is no error: the answer ends with
-the finish reason `deadline`.
+the finish reason `deadline`. Other finish reasons are `stop` and `length`.
+
+Triton itself checks names, dtypes and shapes of tensors before Tritone sees them, in its own words.
 """
 PARAMETER_DOCS = {
     "deadline_ms": "the answer ends then, with finish reason `deadline`",
     "seed": "the same seed gives the same answer; also in sampling_parameters",
     "priority": "reserved",
-    "traceparent": "W3C trace context",
+    "traceparent": "reserved",
     "initial_codec_chunk_frames": "codec frames of the first audio chunk",
     "codec_chunk_frames": "codec frames of every later one",
 }

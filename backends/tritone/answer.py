@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import Executor
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,15 +18,23 @@ from tritone.request import Request
 
 FILE_FORMATS = ("wav", "flac", "opus")
 
+T = TypeVar("T")
+
 Send = Callable[[Mapping[str, Array], bool], None]  # output tensors by name, and whether they are the last
 
 
 class Answer:
-    """Builds the responses of one request; `send` takes each of them, the `done` one with final=True."""
+    """Builds the responses of one request; `send` takes each of them, the `done` one with final=True.
 
-    def __init__(self, request: Request, sample_rate_hz: int | None, send: Send) -> None:
+    Compressing sound takes long, so that runs on `encoders` and not on the event loop.
+    """
+
+    def __init__(
+        self, request: Request, sample_rate_hz: int | None, send: Send, encoders: Executor | None = None
+    ) -> None:
         self._request = request
         self._send = send
+        self._encoders = encoders
         self._rate_hz = sample_rate_hz or 0
         self._began_s = time.monotonic()
         self._index = 0
@@ -34,8 +44,8 @@ class Answer:
         self._sounds: list[Array] = []  # float32, kept only for a whole answer
         self._first_s: dict[str, float] = {}
         self.finish_reasons: dict[str, str] = {}
-        encoded = request.stream and request.audio_format in FILE_FORMATS and "audio" in request.modalities
-        self._encoder = AudioEncoder(request.audio_format, self._rate_hz) if encoded else None
+        self._makes_file = request.audio_format in FILE_FORMATS and "audio" in request.modalities
+        self._encoder = AudioEncoder(request.audio_format, self._rate_hz) if self._makes_file else None
 
     @property
     def is_empty(self) -> bool:
@@ -57,8 +67,8 @@ class Answer:
             tensors["num_output_tokens"] = c.NUM_OUTPUT_TOKENS.pack([num_tokens])
         self._event("text", tensors)
 
-    def audio(self, samples: Array) -> None:
-        """Mono float32 [n] in [-1, 1], the next of the answer."""
+    async def audio(self, samples: Array) -> None:
+        """Mono float32 [n] in [-1, 1], the next of the answer; one call at a time."""
         if not len(samples):
             return
         self._first_s.setdefault("audio", time.monotonic() - self._began_s)
@@ -66,9 +76,9 @@ class Answer:
         if not self._request.stream:
             self._sounds.append(samples)
             return
-        self._event("audio", self._sound(samples, offset))
+        self._event("audio", await self._off_loop(self._sound, samples, offset))
 
-    def done(self, usage: Mapping[str, Any], stage_timings: Mapping[str, Any]) -> None:
+    async def done(self, usage: Mapping[str, Any], stage_timings: Mapping[str, Any]) -> None:
         """The last response: finish reasons, usage, seed and, if asked for, timings."""
         info: dict[str, Any] = {
             "usage": {**usage, "audio_s": round(self.audio_s, 6)},
@@ -95,17 +105,22 @@ class Answer:
             if self._request.return_num_output_tokens:
                 tensors["num_output_tokens"] = c.NUM_OUTPUT_TOKENS.pack([sum(self._text_tokens)])
             if "audio" in self._request.modalities:
-                tensors.update(
-                    self._sound(np.concatenate([np.zeros(0, np.float32), *self._sounds]), 0, whole=True)
-                )
+                samples = np.concatenate([np.zeros(0, np.float32), *self._sounds])
+                tensors.update(await self._off_loop(self._sound, samples, 0, True))
         elif self._encoder is not None:
-            tail = self._encoder.finish()
+            tail = await self._off_loop(self._encoder.finish)
             if tail:
                 tensors.update(self._encoded(tail, self._offset))
         self._event("done", tensors, final=True)
 
     def _firsts(self) -> tuple[float | None, float | None]:
         return self._first_s.get("text"), self._first_s.get("audio")
+
+    async def _off_loop(self, work: Callable[..., T], *arguments: Any) -> T:
+        """`work(*arguments)`, on a thread if it takes long."""
+        if not self._makes_file:
+            return work(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, work, *arguments)
 
     def _event(self, event: str, tensors: dict[str, Array], final: bool = False) -> None:
         tensors.setdefault("text_output", c.TEXT_OUTPUT.pack(""))

@@ -7,7 +7,7 @@ pool, so responses to clients always find a free server thread. Decoupled BLS is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,62 +15,56 @@ import msgspec
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from tritone import control
 from tritone.contract import CONTROL, REPLY
+from tritone.control import Control, PingStage, RunChunk
 from tritone.errors import TritoneError, Unavailable, from_code
 from tritone.ports import Array, Port
 
 
 class Stages:
-    """The stage models of a pipeline, as coroutines."""
+    """The stage models of a pipeline, as coroutines.
+
+    A call cannot be taken back: whoever stops waiting for one must still see to what it did.
+    """
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "bls")
 
-    async def control(
-        self, model: str, control: Mapping[str, Any], inputs: Mapping[Port, Any], timeout_s: float
-    ) -> dict[str, Any]:
-        """One control call (open, ping); gives the stage's JSON reply. Raises the stage's TritoneError."""
+    async def control(self, model: str, call: Control, inputs: Mapping[Port, Any]) -> dict[str, Any]:
+        """One control call to a stage that batches by itself; its JSON reply. Raises what the stage says."""
         tensors = {port.name: port.pack(value) for port, value in inputs.items()}
-        tensors[CONTROL.name] = CONTROL.pack(msgspec.json.encode(control))
-        outputs = await self._run(model, tensors, [REPLY.name], timeout_s)
+        tensors[CONTROL.name] = CONTROL.pack(control.encode(call))
+        outputs = await self._run(model, tensors, [REPLY.name])
         reply: dict[str, Any] = msgspec.json.decode(outputs[REPLY.name][0])
         return reply
 
-    async def chunk(
-        self,
-        model: str,
-        correlation_id: int,
-        control: Mapping[str, Any],
-        inputs: Mapping[Port, Any],
-        outputs: Iterable[Port],
-        timeout_s: float,
-    ) -> dict[str, Array]:
-        """One chunk of a stream through a sequence-batched stage; output arrays without the batch dimension.
+    async def sequence(
+        self, model: str, number: int, call: Control, inputs: Mapping[Port, Any], output: Port
+    ) -> Array:
+        """One call to a stage that Triton batches, as part of sequence `number`; one output, unbatched.
 
-        control: {"session", "start", "end", "settings"}; start and end also go to Triton's batcher.
+        A chunk begins and ends its sequence as it says, a drop ends it, a ping is a sequence of its own.
         """
         tensors = {port.name: port.pack(value)[np.newaxis] for port, value in inputs.items()}
-        tensors[CONTROL.name] = CONTROL.pack(msgspec.json.encode(control))[np.newaxis]
-        flags = (pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START if control["start"] else 0) | (
-            pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END if control["end"] else 0
+        tensors[CONTROL.name] = CONTROL.pack(control.encode(call))[np.newaxis]
+        starts = call.start if isinstance(call, RunChunk) else isinstance(call, PingStage)
+        ends = call.end if isinstance(call, RunChunk) else True
+        flags = (pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START if starts else 0) | (
+            pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END if ends else 0
         )
-        names = [port.name for port in outputs]
-        result = await self._run(model, tensors, names, timeout_s, correlation_id=correlation_id, flags=flags)
-        return {name: array[0] for name, array in result.items()}
+        outputs = await self._run(model, tensors, [output.name], correlation_id=number, flags=flags)
+        unbatched: Array = outputs[output.name][0]
+        return unbatched
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _run(
-        self, model: str, tensors: Mapping[str, Array], outputs: list[str], timeout_s: float, **more: Any
+        self, model: str, tensors: Mapping[str, Array], outputs: list[str], **more: Any
     ) -> dict[str, Array]:
         loop = asyncio.get_running_loop()
-        try:
-            return await asyncio.wait_for(
-                loop.run_in_executor(self._pool, _execute, model, tensors, outputs, more), timeout_s
-            )
-        except TimeoutError:
-            raise Unavailable(f"stage {model} did not answer within {timeout_s:g} s", "try again") from None
+        return await loop.run_in_executor(self._pool, _execute, model, tensors, outputs, more)
 
 
 def _execute(

@@ -96,8 +96,8 @@ AUDIO_FORMATS = ("s16", "f32", "s16_base64", "wav", "flac", "opus")
 PARAMETERS = {
     "deadline_ms": int,
     "seed": int,
-    "priority": int,
-    "traceparent": str,
+    "priority": int,  # reserved
+    "traceparent": str,  # reserved
     "initial_codec_chunk_frames": int,
     "codec_chunk_frames": int,
 }

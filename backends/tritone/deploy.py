@@ -40,7 +40,8 @@ class Chunks:
 class Limits:
     """What a request may bring; checked before anything is allocated for it."""
 
-    text_bytes: int = 65536  # of text_input or messages
+    deadline_s: float = 600.0  # the longest that a request may ask for
+    text_bytes: int = 16384  # of text_input, messages or sampling_parameters
     audio_s: float = 300.0  # of all audio of a request together
     audio_bytes: int = 64 << 20  # of one encoded audio file
     media_parts: int = 16  # images, audios and videos together
@@ -58,7 +59,7 @@ class StageDeploy:
     python: str | None = None  # interpreter of the engine; default: the one that runs the server's stubs
     load_timeout_s: float = 300.0
     call_timeout_s: float = 30.0  # one control call or one batch
-    lease_s: float = 120.0  # a stream that nobody touches for this long is dropped
+    lease_s: float = 660.0  # a session that waits for input this long is dropped; above every deadline
     max_batch_size: int = 16  # Triton-batched stages only
     max_queue_delay_ms: float = 2.0  # Triton-batched stages only: how long a batch waits for company
     engine: str = ""  # kind: a key of Stage.engines
@@ -77,7 +78,7 @@ class Deploy:
     max_in_flight: int = 32  # requests of one orchestrator; more are refused UNAVAILABLE
     bls_threads: int = 24  # BLS calls at once; must stay below the server's thread pool (32 by default)
     deadline_s: float = 300.0  # of a request that names none
-    stall_s: float = 30.0  # a request to which no stage gives anything for this long fails
+    stall_s: float = 30.0  # a request to which no stage gives anything for this long has its stages pinged
     chunks: Chunks = field(default_factory=Chunks)
     limits: Limits = field(default_factory=Limits)
     source: Mapping[str, Any] = field(default_factory=dict)  # the effective mapping, for rendering
@@ -245,7 +246,15 @@ def _check(deploy: Deploy, where: str) -> None:
     at_least("stall_s", deploy.stall_s, 0.1)
     at_least("chunks.initial_codec_chunk_frames", deploy.chunks.initial_codec_chunk_frames, 1)
     at_least("chunks.codec_chunk_frames", deploy.chunks.codec_chunk_frames, 1)
+    at_least("limits.deadline_s", deploy.limits.deadline_s, deploy.deadline_s)
+    for limit in ("text_bytes", "audio_bytes", "media_parts"):
+        at_least(f"limits.{limit}", getattr(deploy.limits, limit), 1)
+    at_least("limits.audio_s", deploy.limits.audio_s, 0.1)
     for name, stage in deploy.stages.items():
+        at_least(f"stages.{name}.lease_s", stage.lease_s, 0.1)
+        at_least(f"stages.{name}.call_timeout_s", stage.call_timeout_s, 0.1)
+        at_least(f"stages.{name}.load_timeout_s", stage.load_timeout_s, 1)
+        at_least(f"stages.{name}.max_queue_delay_ms", stage.max_queue_delay_ms, 0)
         at_least(f"stages.{name}.instances", stage.instances, 1)
         at_least(f"stages.{name}.threads", stage.threads, 1)
         at_least(f"stages.{name}.max_batch_size", stage.max_batch_size, 1)

@@ -7,9 +7,12 @@ fail in milliseconds and not at a deadline.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from tritone import wire
@@ -17,16 +20,52 @@ from tritone import wire
 log = logging.getLogger("tritone.inbox")
 
 
+def address(server: str, model: str, pid: int) -> str:
+    """Where the orchestrator of a pipeline model in a server (see stage_door.server_name) listens."""
+    return f"tritone/{server}/inbox/{model}/{pid}"
+
+
+def drain_all(server_pid: int, timeout_s: float) -> None:
+    """Have every orchestrator of a tritonserver end its requests; returns when they have.
+
+    A server that is told to end accepts no more calls between its models, so what a stream holds in a stage
+    must be freed before. timeout_s: of each orchestrator.
+    """
+    names = [
+        line.rpartition("@")[2] for line in Path("/proc/net/unix").read_text().splitlines() if "@" in line
+    ]
+    for name in {name for name in names if name.startswith(f"tritone/{server_pid}-") and "/inbox/" in name}:
+        with contextlib.suppress(wire.Disconnected):
+            channel = wire.connect(name)
+            channel.send(wire.Drain())
+            waiter = threading.Thread(target=_until_hung_up, args=(channel,), daemon=True)
+            waiter.start()
+            waiter.join(timeout_s)
+            channel.close()
+
+
+def _until_hung_up(channel: wire.Channel) -> None:
+    with contextlib.suppress(wire.Disconnected):
+        while True:
+            channel.receive()
+
+
 class Inbox:
     """A listening socket and the connections made to it."""
 
     def __init__(
-        self, address: str, deliver: Callable[[Any], None], engine_lost: Callable[[str], None]
+        self,
+        address: str,
+        deliver: Callable[[Any], None],
+        engine_lost: Callable[[str], None],
+        drain: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        """deliver: called with every Piece, Finished, Failed; engine_lost: with a lost engine's address."""
+        """deliver: called with every Piece, Finished, Failed; engine_lost: with a lost engine's address;
+        drain: when somebody asks for the end of all requests."""
         self.address = address
         self._deliver = deliver
         self._engine_lost = engine_lost
+        self._drain = drain
         self._server = wire.listen(address)
         self._server.setblocking(False)
         self._channels: dict[wire.Channel, str] = {}  # to the engine's own address
@@ -35,13 +74,13 @@ class Inbox:
         self._loop.add_reader(self._server, self._accept)
 
     def tell(self, address: str, message: wire.AnyMessage) -> None:
-        """Send to an engine; one that is gone needs no telling."""
+        """Send to an engine without waiting; one that is gone, or does not read, needs no telling."""
         for _ in range(2):  # the kept channel may be of an engine that restarted
             try:
                 if address not in self._outgoing:
                     self._outgoing[address] = wire.connect(address)
                     self._outgoing[address].send(wire.Hello(""))
-                self._outgoing[address].send(message)
+                self._outgoing[address].send(message, wait=False)
                 return
             except wire.Disconnected:
                 stale = self._outgoing.pop(address, None)
@@ -59,7 +98,9 @@ class Inbox:
     def _accept(self) -> None:
         try:
             channel = wire.accept(self._server)
-        except BlockingIOError:
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                log.error("cannot accept an engine: %s", error)
             return
         self._channels[channel] = ""
         self._loop.add_reader(channel.fileno(), self._read, channel)
@@ -68,10 +109,14 @@ class Inbox:
         try:
             while True:
                 message = channel.receive(socket.MSG_DONTWAIT)
-                if isinstance(message, wire.Hello):
-                    self._channels[channel] = message.address
-                else:
-                    self._deliver(message)
+                match message:
+                    case wire.Hello(address):
+                        self._channels[channel] = address
+                    case wire.Drain():
+                        ending = self._loop.create_task(self._drain())
+                        ending.add_done_callback(lambda _: self._drop(channel))
+                    case _:
+                        self._deliver(message)
         except BlockingIOError:
             pass
         except wire.Disconnected:
@@ -81,6 +126,6 @@ class Inbox:
                 self._engine_lost(address)
 
     def _drop(self, channel: wire.Channel) -> None:
-        self._loop.remove_reader(channel.fileno())
-        self._channels.pop(channel, None)
-        channel.close()
+        if self._channels.pop(channel, None) is not None:
+            self._loop.remove_reader(channel.fileno())
+            channel.close()

@@ -15,12 +15,16 @@ import json
 import secrets
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from tritone import contract as c
 from tritone import wire
 from tritone.answer import Answer
 from tritone.bls import Stages
+from tritone.chunk_feed import ChunkFeed
+from tritone.control import DropStream, OpenSession, PingStage, RunChunk
 from tritone.deploy import Deploy
 from tritone.errors import (
     Cancelled,
@@ -35,32 +39,43 @@ from tritone.errors import (
 from tritone.inbox import Inbox
 from tritone.pipeline import Batching, Facts, Stage
 from tritone.ports import Array, by_name
-from tritone.request import MAX_SEED, check_supported, read_request
-from tritone.routing import FRAMES, SEGMENT_END, Routing
+from tritone.request import MAX_DRAWN_SEED, check_supported, read_request
+from tritone.routing import FRAMES, NUM_TOKENS, SEGMENT_END, Routing
 from tritone.session import Session
-from tritone.stream import FrameBuffer, FrameChunk
+from tritone.stream import FrameChunk
 from tritone.triton import Reply, log_error, log_info
 
 CANCEL_POLL_S = 0.05
 CLEANUP_TIMEOUT_S = 5.0
+PING_TIMEOUT_S = 5.0
+STOPPING = Unavailable("the server is shutting down", "ask again when it is back")
 
 
 class Orchestrator:
     """Runs the requests of one pipeline model on an event loop of its own."""
 
-    def __init__(self, deploy: Deploy, facts: Facts, name: str) -> None:
-        """name: unique on this machine; it names the inbox and begins every session id."""
+    def __init__(self, deploy: Deploy, facts: Facts, name: str, address: str, may_stream: bool) -> None:
+        """name: unique in this server; begins every session id. address: of the inbox, see inbox.address.
+
+        may_stream: the model is decoupled; its twin gives one response.
+        """
         self._deploy = deploy
         self._pipeline = deploy.pipeline
         self._facts = facts
         self._name = name
+        self._address = address
+        self._may_stream = may_stream
         self._counter = itertools.count(1)
         self._sequence_base = secrets.randbits(31) << 32
         self._sessions: dict[str, Session] = {}
         self._tasks: dict[Reply, asyncio.Task[None]] = {}
         self._models = {stage.name: deploy.stage(stage.name).model for stage in self._pipeline.stages}
         self._stage_names = {model: name for name, model in self._models.items()}
+        self._lost_s: dict[str, float] = {}  # by engine address: loop time at which it was lost
+        self._background: set[asyncio.Task[None]] = set()
+        self._draining = False
         self._stages = Stages(deploy.bls_threads)
+        self._encoders = ThreadPoolExecutor(1, "encode")
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="orchestrator")
@@ -81,6 +96,7 @@ class Orchestrator:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLEANUP_TIMEOUT_S)
         self._stages.close()
+        self._encoders.shutdown(wait=False)
 
     # -- one request -----------------------------------------------------------------------------------------
 
@@ -97,31 +113,41 @@ class Orchestrator:
             else:
                 await self._serve(self._admit(values, parameters, reply))
         except TritoneError as error:
-            reply.fail(error)
+            self._fail(reply, error)
         except asyncio.CancelledError:
-            reply.fail(Cancelled("the request was cancelled"))
+            self._fail(reply, STOPPING if self._draining else Cancelled("the request was cancelled"))
         except Exception as error:
             log_error(f"{self._name}: {error!r}")
-            reply.fail(TritoneError(f"the pipeline failed: {error}", "report this with the server log"))
+            self._fail(
+                reply, TritoneError(f"the pipeline failed: {error}", "report this with the server log")
+            )
+
+    def _fail(self, reply: Reply, error: TritoneError) -> None:
+        try:
+            reply.fail(error)
+        except Exception as failure:
+            log_error(f"{self._name}: cannot tell a client that {error}: {failure!r}")
 
     def _admit(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> Session:
+        if self._draining:
+            raise STOPPING
         if len(self._sessions) >= self._deploy.max_in_flight:
             raise Unavailable(
                 f"max_in_flight is {self._deploy.max_in_flight} and as many requests are in flight",
                 "try again later",
             )
-        drawn_seed = secrets.randbelow(MAX_SEED)
-        request = read_request(values, parameters, self._deploy, drawn_seed, reply.wants)
+        drawn_seed = secrets.randbelow(MAX_DRAWN_SEED)
+        request = read_request(values, parameters, self._deploy, drawn_seed, reply.wants, self._may_stream)
         check_supported(request, self._pipeline)
         plan = self._pipeline.plan(request)
         number = next(self._counter)
         session = Session(
             id=f"{self._name}-{number}",
-            correlation_id=self._sequence_base + number,
+            sequence=self._sequence_base + number,
             request=request,
             plan=plan,
             routing=Routing(self._pipeline, plan, request.modalities),
-            answer=Answer(request, self._facts.sample_rate_hz, reply.send),
+            answer=Answer(request, self._facts.sample_rate_hz, reply.send, self._encoders),
         )
         self._sessions[session.id] = session
         return session
@@ -140,28 +166,43 @@ class Orchestrator:
                 ) from None
         finally:
             self._close(session)
-        self._finish(session)
+        await self._finish(session)
 
     async def _open(self, session: Session) -> None:
         """Open the stages that batch by themselves, consumers first, so that nothing arrives unannounced."""
         for stage in session.routing.open_order():
             call, ports = session.plan[stage.name], by_name(stage.inputs)
-            control = {
-                "op": "open",
-                "session": session.id,
-                "inbox": self._inbox.address,
-                "sources": session.routing.num_sources(stage.name),
-                "settings": call.settings,
-                "routes": session.routing.routes(stage, self._models, session.endpoints, self._inbox.address),
-            }
+            control = OpenSession(
+                session=session.id,
+                inbox=self._inbox.address,
+                sources=session.routing.num_sources(stage.name),
+                settings=dict(call.settings),
+                routes=session.routing.routes(stage, self._models, session.endpoints, self._inbox.address),
+            )
             inputs = {ports[name]: value for name, value in call.inputs.items()}
-            timeout_s = self._deploy.stage(stage.name).call_timeout_s
-            opened = await self._stages.control(self._models[stage.name], control, inputs, timeout_s)
-            session.endpoints[stage.name] = opened["endpoint"]
+            began_s = self._loop.time()
+            opening = self._loop.create_task(self._stages.control(self._models[stage.name], control, inputs))
+            try:
+                endpoint = (await asyncio.shield(opening))["endpoint"]
+            except asyncio.CancelledError:
+                self._in_background(self._undo_open(opening, session.id))
+                raise
+            session.endpoints[stage.name] = endpoint
+            if self._lost_s.get(endpoint, -1.0) >= began_s:
+                raise self._engine_died(stage.name)
+
+    async def _undo_open(self, opening: asyncio.Task[dict[str, Any]], session: str) -> None:
+        """The request ended while the stage was being opened: it opens all the same."""
+        self._inbox.tell((await opening)["endpoint"], wire.Cancel(session))
 
     async def _run(self, session: Session) -> None:
         """Take what the stages push until all of them have finished and all their frames are sound."""
-        feeds = {stage.name: ChunkFeed(self, session, stage) for stage in session.routing.chunked()}
+        feeds = {
+            stage.name: ChunkFeed(
+                session.request.chunks, partial(self._call_chunk, session, stage), session.answer
+            )
+            for stage in session.routing.chunked()
+        }
         try:
             async with asyncio.TaskGroup() as group:
                 for feed in feeds.values():
@@ -180,15 +221,24 @@ class Orchestrator:
         waiting = set(session.endpoints)
         while waiting:
             try:
-                message = await asyncio.wait_for(session.mail.get(), self._deploy.stall_s)
+                # Not wait_for: in Python 3.11 that may swallow the cancellation that a deadline is.
+                async with asyncio.timeout(self._deploy.stall_s):
+                    message = await session.mail.get()
             except TimeoutError:
-                what = f"stage {', '.join(sorted(waiting))} gave nothing for {self._deploy.stall_s:g} s"
-                raise Unavailable(what, "try again") from None
+                await self._check_stages(waiting)
+                continue
             if isinstance(message, wire.Failed):
                 raise from_code(message.code, message.what, message.cure)
             if isinstance(message, wire.Finished):
                 waiting.discard(self._stage_names[message.source])
             yield message
+
+    async def _check_stages(self, names: set[str]) -> None:
+        """Nothing came for long: that is a queue, or a stage that is not well. Raises for the latter."""
+        states = await self.ping()
+        for name in sorted(names):
+            if "error" in states[name]:
+                raise Unavailable(f"stage {name} gives nothing: {states[name]['error']}", "try again")
 
     def _take(self, session: Session, piece: wire.Piece, feeds: Mapping[str, ChunkFeed]) -> None:
         name = self._stage_names[piece.source]
@@ -200,10 +250,10 @@ class Orchestrator:
         session.pieces_seen[name] = expected + 1
         for port, value in piece.values.items():
             if self._pipeline.modality_of(name, port) == "text":
-                session.answer.text(value, int(piece.values.get("num_tokens", 0)))
+                session.answer.text(value, int(piece.values.get(NUM_TOKENS, 0)))
         for consumer, feed in feeds.items():
             inputs = session.routing.chunk_inputs(name, piece.values, consumer)
-            if inputs:
+            if FRAMES in inputs:
                 feed.push(inputs[FRAMES], bool(inputs.get(SEGMENT_END, False)))
             if piece.last and session.routing.feeds(name, consumer):
                 feed.end()
@@ -214,16 +264,16 @@ class Orchestrator:
         session.usage.update(end.usage)
         session.timings[name] = {key: round(value, 6) for key, value in end.timings.items()}
 
-    def _finish(self, session: Session) -> None:
+    async def _finish(self, session: Session) -> None:
         """Send `done`. A modality that the deadline cut off says so."""
         for modality in session.request.modalities:
             maker = session.routing.maker(modality)
             if maker is None:
                 continue
-            cut = modality == "audio" and bool(session.sequences)
+            cut = modality == "audio" and bool(session.chunk_calls)
             reason = "deadline" if cut else session.finished.get(maker, "deadline")
             session.answer.finish_reasons[modality] = reason
-        session.answer.done(session.usage, session.timings)
+        await session.answer.done(session.usage, session.timings)
 
     def _close(self, session: Session) -> None:
         """Free everything the session holds, in every stage; the only way a session ends."""
@@ -231,15 +281,17 @@ class Orchestrator:
         for name, address in session.endpoints.items():
             if name not in session.finished:
                 self._inbox.tell(address, wire.Cancel(session.id))
-        for name in session.sequences:
-            control = {"session": session.id, "start": False, "end": True, "discard": True}
-            self._in_background(
-                self._stages.chunk(
-                    self._models[name], session.correlation_id, control, {}, (c.REPLY,), CLEANUP_TIMEOUT_S
-                )
-            )
+        for name, call in session.chunk_calls.items():
+            self._in_background(self._end_sequence(session, name, call))
 
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+    async def _end_sequence(self, session: Session, name: str, call: asyncio.Task[Array]) -> None:
+        """Triton keeps a place for a sequence until its END, which must not overtake the call under way."""
+        await asyncio.wait({call})
+        if not call.cancelled() and call.exception() is not None:
+            log_info(f"{self._name}: the last chunk of {session.id} failed: {call.exception()}")
+        await self._stages.sequence(self._models[name], session.sequence, DropStream(session.id), {}, c.REPLY)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def quietly() -> None:
             try:
                 await work
@@ -250,46 +302,47 @@ class Orchestrator:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def call_chunk(self, session: Session, stage: Stage, chunk: FrameChunk, first: bool) -> Array:
+    async def _call_chunk(self, session: Session, stage: Stage, chunk: FrameChunk, first: bool) -> Array:
         """One chunk through a Triton-batched stage: mono float32 [n]."""
         ports = by_name(stage.inputs)
-        control = {"session": session.id, "start": first, "end": chunk.last}
-        if first:
-            control["settings"] = dict(session.plan[stage.name].settings)
+        settings = dict(session.plan[stage.name].settings) if first else {}
+        control = RunChunk(session.id, first, chunk.last, settings)
         inputs: dict[Any, Any] = {ports[FRAMES]: chunk.frames} if len(chunk.frames) else {}
         if SEGMENT_END in ports:
             inputs[ports[SEGMENT_END]] = chunk.segment_end
-        timeout_s = self._deploy.stage(stage.name).call_timeout_s
-        model = self._models[stage.name]
-        session.sequences.add(stage.name)
-        outputs = await self._stages.chunk(
-            model, session.correlation_id, control, inputs, stage.outputs[:1], timeout_s
+        call = self._loop.create_task(
+            self._stages.sequence(
+                self._models[stage.name], session.sequence, control, inputs, stage.outputs[0]
+            )
         )
+        session.chunk_calls[stage.name] = call
+        samples = await asyncio.shield(call)
         if chunk.last:
-            session.sequences.discard(stage.name)
-        return outputs[stage.outputs[0].name]
+            del session.chunk_calls[stage.name]
+        return samples
 
     # -- all requests ----------------------------------------------------------------------------------------
 
     async def ping(self) -> dict[str, dict[str, Any]]:
-        """The state of every stage: its engine's figures, or {"error": why}."""
-
-        async def one(stage: Stage) -> dict[str, Any]:
-            model = self._models[stage.name]
-            try:
-                if stage.batching is Batching.ENGINE:
-                    return await self._stages.control(model, {"op": "ping"}, {}, CLEANUP_TIMEOUT_S)
-                control = {"op": "ping", "start": True, "end": True}
-                number = self._sequence_base + next(self._counter)
-                outputs = await self._stages.chunk(model, number, control, {}, (c.REPLY,), CLEANUP_TIMEOUT_S)
-                state: dict[str, Any] = json.loads(outputs[c.REPLY.name].reshape(-1)[0])
-                return state
-            except TritoneError as error:
-                return {"error": error.what}
-
+        """The state of every stage: its engines' figures, and "error" if it cannot serve."""
         stages = self._pipeline.stages
-        states = await asyncio.gather(*(one(stage) for stage in stages))
+        states = await asyncio.gather(*(self._ping_stage(stage) for stage in stages))
         return {stage.name: state for stage, state in zip(stages, states, strict=True)}
+
+    async def _ping_stage(self, stage: Stage) -> dict[str, Any]:
+        model = self._models[stage.name]
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                if stage.batching is Batching.ENGINE:
+                    return await self._stages.control(model, PingStage(), {})
+                number = self._sequence_base + next(self._counter)
+                answer = await self._stages.sequence(model, number, PingStage(), {}, c.REPLY)
+                state: dict[str, Any] = json.loads(answer.reshape(-1)[0])
+                return state
+        except TimeoutError:
+            return {"error": f"its door did not answer within {PING_TIMEOUT_S:g} s"}
+        except TritoneError as error:
+            return {"error": error.what}
 
     async def _operate(self, op: str, reply: Reply) -> None:
         if op != "ping":
@@ -315,8 +368,7 @@ class Orchestrator:
         reply.send({**tensors, "info": c.INFO.pack(json.dumps(info))}, True)
 
     async def _make_inbox(self) -> Inbox:
-        self._background: set[asyncio.Task[None]] = set()
-        return Inbox(f"tritone/{self._name}", self._deliver, self._engine_lost)
+        return Inbox(self._address, self._deliver, self._engine_lost, self._drain)
 
     def _deliver(self, message: Any) -> None:
         session = self._sessions.get(message.session)
@@ -324,57 +376,39 @@ class Orchestrator:
             session.mail.put_nowait(message)
 
     def _engine_lost(self, address: str) -> None:
-        error = EngineLost("the stage's engine died under the request", "try again")
+        self._lost_s[address] = self._loop.time()
         for session in self._sessions.values():
             for name, endpoint in session.endpoints.items():
                 if endpoint == address and name not in session.finished:
+                    error = self._engine_died(name)
                     lost = wire.Failed(session.id, self._models[name], error.code, error.what, error.cure)
                     session.mail.put_nowait(lost)
 
-    def _watch_cancels(self) -> None:
-        while not self._closing.wait(CANCEL_POLL_S):
-            for reply, task in list(self._tasks.items()):
-                if reply.is_cancelled():
-                    self._loop.call_soon_threadsafe(task.cancel)
+    def _engine_died(self, stage: str) -> EngineLost:
+        return EngineLost(f"the engine of stage {stage} died under the request", "try again")
 
-    async def _shut_down(self) -> None:
+    def _watch_cancels(self) -> None:
+        """A thread: asks Triton about each live request, and ends those whose client left."""
+        while not self._closing.wait(CANCEL_POLL_S):
+            for reply, task in self._tasks.copy().items():
+                try:
+                    if reply.is_cancelled():
+                        self._loop.call_soon_threadsafe(task.cancel)
+                except Exception as error:
+                    log_error(f"{self._name}: cannot ask about a cancellation: {error!r}")
+
+    async def _drain(self) -> None:
+        """End every request, with all that this leaves to do in the stages."""
+        self._draining = True
         for task in list(self._tasks.values()):
             task.cancel()
-        pending = [*self._tasks.values(), *self._background]
-        if pending:
-            await asyncio.wait(pending, timeout=CLEANUP_TIMEOUT_S)
+        for pending in (self._tasks.values(), self._background):
+            if pending:
+                await asyncio.wait(set(pending), timeout=CLEANUP_TIMEOUT_S / 2)
+
+    async def _shut_down(self) -> None:
+        await self._drain()
         self._inbox.close()
-
-
-class ChunkFeed:
-    """The frames of one session on their way through a Triton-batched stage, in order, one call at a time."""
-
-    def __init__(self, orchestrator: Orchestrator, session: Session, stage: Stage) -> None:
-        self._orchestrator = orchestrator
-        self._session = session
-        self._stage = stage
-        self._buffer = FrameBuffer(session.request.chunks)
-        self._chunks: asyncio.Queue[FrameChunk] = asyncio.Queue()
-
-    def push(self, frames: Array, segment_end: bool) -> None:
-        for chunk in self._buffer.push(frames, segment_end):
-            self._chunks.put_nowait(chunk)
-
-    def end(self) -> None:
-        self._chunks.put_nowait(self._buffer.finish())
-
-    async def run(self) -> None:
-        """Until the last chunk; the samples go to the answer as they come."""
-        first, last = True, False
-        while not last:
-            chunk = await self._chunks.get()
-            last = chunk.last
-            if first and last and not len(chunk.frames):
-                return  # nothing was to be spoken
-            self._session.answer.audio(
-                await self._orchestrator.call_chunk(self._session, self._stage, chunk, first)
-            )
-            first = False
 
 
 def _first(error: BaseException) -> BaseException:

@@ -68,12 +68,15 @@ def _pipeline_config(deploy: Deploy, name: str, decoupled: bool) -> pb.ModelConf
         "modalities": ",".join(pipeline.modalities),
         "max_in_flight": str(deploy.max_in_flight),
         "max_text_bytes": str(deploy.limits.text_bytes),
+        "max_deadline_s": f"{deploy.limits.deadline_s:g}",
     }
     if facts.sample_rate_hz is not None:
         parameters["sample_rate_hz"] = str(facts.sample_rate_hz)
         parameters["speakers"] = ",".join(facts.speakers)
     if any(port.name == "audio" for port in pipeline.accepts):
         parameters["max_audio_s"] = f"{deploy.limits.audio_s:g}"
+        parameters["max_audio_bytes"] = str(deploy.limits.audio_bytes)
+        parameters["max_media_parts"] = str(deploy.limits.media_parts)
     config = _config(name, "tritone_pipeline", deploy, parameters)
     config.model_transaction_policy.decoupled = decoupled
     config.input.extend(_input(port) for port in pipeline.inputs)

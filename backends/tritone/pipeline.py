@@ -75,7 +75,6 @@ class Facts:
     """What a checkpoint says and a client may want to know."""
 
     sample_rate_hz: int | None = None
-    frame_rate_hz: float | None = None
     speakers: tuple[str, ...] = ()
 
 
@@ -122,10 +121,6 @@ class Pipeline:
     def modality_of(self, stage: str, port: str) -> str | None:
         """The modality that this output port is the final source of, if any."""
         return next((m for m, source in self.finals.items() if source == f"{stage}.{port}"), None)
-
-    def consumers(self, stage: str, port: str) -> list[tuple[str, str]]:
-        """The (stage, input port) pairs that an output port feeds."""
-        return [split(e.target) for e in self.edges if e.source == f"{stage}.{port}"]
 
     def upstream(self, stage: str) -> set[str]:
         """Every stage that can reach `stage` over edges."""

@@ -51,7 +51,10 @@ class Port:
         return self.dims == (1,)
 
     def pack(self, value: Any) -> Array:
-        """The tensor of a plain value: shape `dims` with every -1 filled in, dtype of the port."""
+        """The tensor of a plain value: shape `dims` with every -1 filled in, dtype of the port.
+
+        Raises ValueError when the value does not fit: a fault of ours and not of a caller.
+        """
         if self.dtype == "STRING":
             items = [value] if isinstance(value, (str, bytes)) else list(value)
             encoded = [item.encode() if isinstance(item, str) else bytes(item) for item in items]
@@ -60,7 +63,8 @@ class Port:
             array = np.ascontiguousarray(value, dtype=NUMPY_DTYPES[self.dtype])
             if array.ndim == 0:
                 array = array.reshape(1)
-        self._check_shape(array.shape)
+        if not self._fits(array.shape):
+            raise ValueError(f"{self.name} of shape {list(array.shape)} is not {list(self.dims)}")
         return array
 
     def unpack(self, array: Array) -> Any:
@@ -68,7 +72,10 @@ class Port:
 
         Raises InvalidRequest for a wrong shape, or text that is not UTF-8.
         """
-        self._check_shape(array.shape)
+        if not self._fits(array.shape):
+            raise InvalidRequest(
+                f"{self.name} has shape {list(array.shape)}", f"send {self.dtype} of shape {list(self.dims)}"
+            )
         if self.dtype == "STRING":
             items = [bytes(item) for item in array.reshape(-1)]
             return self._text(items[0]) if self.is_scalar else items
@@ -83,13 +90,10 @@ class Port:
                 "send UTF-8 text",
             ) from None
 
-    def _check_shape(self, shape: tuple[int, ...]) -> None:
-        if len(shape) != len(self.dims) or any(
-            want not in (-1, got) for want, got in zip(self.dims, shape, strict=True)
-        ):
-            raise InvalidRequest(
-                f"{self.name} has shape {list(shape)}", f"send {self.dtype} of shape {list(self.dims)}"
-            )
+    def _fits(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == len(self.dims) and all(
+            want in (-1, got) for want, got in zip(self.dims, shape, strict=True)
+        )
 
 
 def by_name(ports: Iterable[Port]) -> dict[str, Port]:

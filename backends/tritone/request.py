@@ -16,7 +16,7 @@ from tritone.sampling import Sampling
 
 MEDIA = ("image", "audio", "video")
 ROLES = ("system", "user", "assistant")
-MAX_SEED = (1 << 63) - 1
+MAX_DRAWN_SEED = (1 << 53) - 1  # every JSON reader repeats it exactly
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ class Request:
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
     return_timings: bool = False
-    traceparent: str | None = None
-    priority: int = 0
 
     @property
     def messages_json(self) -> str:
@@ -67,15 +65,23 @@ def read_request(
     deploy: Deploy,
     drawn_seed: int,
     wanted_outputs: Collection[str] | None = None,
+    may_stream: bool = True,
 ) -> Request:
     """The request behind unpacked input `values` (by port name) and Triton request `parameters`.
 
     drawn_seed: used when the caller gives none. wanted_outputs: names of the outputs that the caller asked
-    Triton for, None for all; a modality without any of its outputs is not made.
+    Triton for, None for all; a modality without any of its outputs is not made. may_stream: false for the
+    model that gives one response.
     Raises InvalidRequest or Unsupported naming the field, the value and what to do.
     """
     pipeline = deploy.pipeline
     _check_parameters(parameters)
+    if values.get("session"):
+        raise InvalidRequest("session is reserved for live audio input", "leave it out")
+    if values.get("stream") and not may_stream:
+        raise InvalidRequest(
+            f"stream is true, but {pipeline.name}_sync gives one response", f"call {pipeline.name}"
+        )
     media = {kind: values[kind] for kind in MEDIA if values.get(kind)}
     samples, rate = values.get("audio_input"), values.get("audio_input_rate")
     if (samples is None) != (rate is None):
@@ -104,8 +110,6 @@ def read_request(
         return_num_input_tokens=bool(values.get("return_num_input_tokens")),
         return_num_output_tokens=bool(values.get("return_num_output_tokens")),
         return_timings=bool(values.get("return_timings")),
-        traceparent=parameters.get("traceparent"),
-        priority=parameters.get("priority", 0),
     )
 
 
@@ -143,13 +147,10 @@ def _messages(
     text, conversation = values.get("text_input"), values.get("messages")
     if text is not None and conversation is not None:
         raise InvalidRequest("text_input and messages are both given", "send one of them")
-    for name, given in (("text_input", text), ("messages", conversation)):
-        if given is not None and len(given.encode()) > limits.text_bytes:
-            raise InvalidRequest(
-                f"{name} has {len(given.encode())} bytes of text", f"send at most {limits.text_bytes}"
-            )
+    if text is not None:
+        _check_size("text_input", text, limits)
     if conversation is not None:
-        return _conversation(conversation, counts)
+        return _conversation(_json("messages", conversation, limits), counts)
     parts: list[dict[str, str]] = [{"type": kind} for kind in MEDIA for _ in range(counts[kind])]
     if text is not None and text.strip():
         parts.append({"type": "text", "text": text})
@@ -160,11 +161,26 @@ def _messages(
     return ({"role": "user", "content": parts},)
 
 
-def _conversation(text: str, counts: Mapping[str, int]) -> tuple[Mapping[str, Any], ...]:
+def _check_size(name: str, text: str, limits: Limits) -> None:
+    size = len(text.encode())
+    if size > limits.text_bytes:
+        raise InvalidRequest(f"{name} has {size} bytes of text", f"send at most {limits.text_bytes}")
+
+
+def _json(name: str, text: str, limits: Limits) -> Any:
+    """The JSON value in `text`, of a size that is allowed and with strings that are Unicode."""
+    _check_size(name, text, limits)
     try:
-        raw = json.loads(text)
-    except ValueError as error:
-        raise InvalidRequest(f"messages is not JSON ({error})", "send a JSON list of chat messages") from None
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name} holds half of a surrogate pair", "send whole characters") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not JSON ({error})", "send valid JSON") from None
+    return value
+
+
+def _conversation(raw: Any, counts: Mapping[str, int]) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(raw, list) or not raw:
         raise InvalidRequest("messages is not a non-empty list", 'send [{"role": "user", "content": "…"}]')
     messages = [_message(item, f"messages[{i}]") for i, item in enumerate(raw)]
@@ -193,6 +209,11 @@ def _message(item: Any, where: str) -> Mapping[str, Any]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in (*MEDIA, "text"):
             raise InvalidRequest(f"{where}.content[{i}].type is {kind!r}", "use text, image, audio or video")
+        unknown = set(part) - ({"type", "text"} if kind == "text" else {"type"})
+        if unknown:
+            raise InvalidRequest(
+                f"{where}.content[{i}] has '{min(unknown)}'", "send media in their own tensors"
+            )
         if kind == "text" and not (isinstance(part.get("text"), str) and part["text"].strip()):
             raise InvalidRequest(
                 f"{where}.content[{i}].text is empty", "send some text or leave the part out"
@@ -207,10 +228,7 @@ def _sampling(
     text: str | None, seed_parameter: int | None, deploy: Deploy, drawn_seed: int
 ) -> tuple[dict[str, Sampling], int]:
     defaults = {name: stage.sampling for name, stage in deploy.stages.items() if stage.sampling is not None}
-    try:
-        given = json.loads(text) if text and text.strip() else {}
-    except ValueError as error:
-        raise InvalidRequest(f"sampling_parameters is not JSON ({error})", "send a JSON object") from None
+    given = _json("sampling_parameters", text, deploy.limits) if text and text.strip() else {}
     if not isinstance(given, dict):
         raise InvalidRequest("sampling_parameters is not a JSON object", 'send e.g. {"temperature": 0.7}')
     by_stage = {key: value for key, value in given.items() if key in deploy.stages}
@@ -269,8 +287,9 @@ def _modalities(
 def _deadline_s(deadline_ms: int | None, deploy: Deploy) -> float:
     if deadline_ms is None:
         return deploy.deadline_s
-    if deadline_ms < 1:
-        raise InvalidRequest(f"parameter deadline_ms is {deadline_ms}", "send at least 1")
+    longest_ms = int(deploy.limits.deadline_s * 1000)
+    if not 1 <= deadline_ms <= longest_ms:
+        raise InvalidRequest(f"parameter deadline_ms is {deadline_ms}", f"send 1 to {longest_ms}")
     return deadline_ms / 1000
 
 

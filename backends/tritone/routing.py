@@ -10,6 +10,8 @@ from tritone.wire import Route
 
 FRAMES, SEGMENT_END = "frames", "segment_end"
 """Input ports of a Triton-batched stage: codec frames, and whether they end a segment."""
+NUM_TOKENS = "num_tokens"
+"""Output port of a stage that writes text: tokens behind the delta."""
 
 
 class Routing:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from tritone import deploy as deploys
-from tritone import doctor, guard, pbtxt, repository
+from tritone import doctor, guard, inbox, pbtxt, repository
 from tritone import server as servers
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError, TritoneError
@@ -46,6 +46,7 @@ POLL_S = 0.2
 PING_EVERY_S = 5.0
 PING_DEADLINE_S = 5.0
 LOAD_MARGIN_S = 30.0  # of the server, on top of the slowest stage
+DRAIN_S = 5.0  # for the requests that run when the end is asked for
 GRACE_S = servers.EXIT_TIMEOUT_S + 5.0
 STUB_PATIENCE_S = 12.0  # two more pings
 NUM_ERROR_LINES = 5
@@ -323,7 +324,9 @@ class RunningServer:
         self._clients.close()
         if self._process is not None:
             if self._process.poll() is None:
-                say("stop   ending the server")
+                say("stop   ending the server; Ctrl-C again ends it at once")
+                if asked.times < 2:
+                    inbox.drain_all(self._process.pid, DRAIN_S)
             gone = guard.end(self._run(), patience=lambda: asked.times < 2)
             self._process.wait()
             say(f"ended  after {self._age_s():.0f} s" + ("" if gone else "; some processes had to be killed"))

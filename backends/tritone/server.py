@@ -46,9 +46,6 @@ BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 DEFAULT_POOL_THREADS = 32  # of the python backend, a model instance; BLS calls and responses share them
 SPARE_POOL_THREADS = 8  # left to responses while every BLS thread waits
 EXIT_TIMEOUT_S = 10  # how long the server waits for its models when it is asked to end
-# Responses of one stream that wait for a slow reader. When they are used up, sending blocks the orchestrator
-# for everybody, so the bound lies far above the longest answer: it caps memory and never paces.
-RESPONSE_POOL = 4096
 
 
 @dataclass(frozen=True)
@@ -380,8 +377,6 @@ def command(
     ]
     if server.caches.exists():
         words.append(f"--cache-directory={server.caches}")
-    if "grpc-max-response-pool-size" in server.options():
-        words.append(f"--grpc-max-response-pool-size={RESPONSE_POOL}")
     if shm_prefix is not None:
         words.append(f"--backend-config=python,shm-region-prefix-name={shm_prefix}")
     if threads is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tritone.answer import Answer
 from tritone.pipeline import Plan
+from tritone.ports import Array
 from tritone.request import Request
 from tritone.routing import Routing
 
@@ -19,15 +20,16 @@ class Session:
     Created by the orchestrator when it admits a request; `Orchestrator._close` ends it, whatever happened.
     """
 
-    id: str  # names the session in every engine: pipeline, orchestrator and count
-    correlation_id: int  # the same for Triton's sequence batcher, uint64
+    id: str  # names the session in every engine: pipeline model, orchestrator and count
+    sequence: int  # the same for Triton's sequence batcher, uint64
     request: Request
     plan: Plan
     routing: Routing
     answer: Answer
     mail: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)  # wire messages from engines
     endpoints: dict[str, str] = field(default_factory=dict)  # by open stage: address of its engine
-    sequences: set[str] = field(default_factory=set)  # Triton-batched stages with START sent and END not
+    # By Triton-batched stage whose sequence has begun and not ended: the last call to it.
+    chunk_calls: dict[str, asyncio.Task[Array]] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)  # by stage: reason
     pieces_seen: dict[str, int] = field(default_factory=dict)  # by stage
     usage: dict[str, Any] = field(default_factory=dict)

@@ -14,8 +14,10 @@ from typing import Any
 
 from tritone import deploy as deploys
 from tritone import wire
+from tritone.control import OpenSession
 from tritone.deploy import Deploy
-from tritone.engine_link import EngineLink, EngineSpec
+from tritone.engine_link import EngineLink
+from tritone.engine_process import EngineSpec
 from tritone.errors import ConfigError, TritoneError
 from tritone.pipeline import Batching, Stage
 from tritone.triton import model_parameters
@@ -67,11 +69,11 @@ class Instance:
         return cls(stage, int(match.group(1)) if match else 0, device)
 
 
-def engine_address(deploy: Deploy, stage: str, index: int) -> str:
-    """The abstract socket of the engine process that hosts instance `index` of a stage."""
+def engine_address(deploy: Deploy, stage: str, device: str, index: int) -> str:
+    """The abstract socket of the engine process that hosts instance `index` of a stage on a device."""
     settings = deploy.stage(stage)
     group = f"{deploy.pipeline.name}+{settings.colocate}" if settings.colocate else settings.model
-    return f"tritone/{server_name()}/{group}/{index}"
+    return f"tritone/{server_name()}/{group}/{device}/{index}"
 
 
 class StageDoor:
@@ -84,7 +86,7 @@ class StageDoor:
         self.model = args["model_name"]
         instance = Instance.of(args, self.stage)
         mates = self.deploy.hosted_with(self.stage.name)
-        own_address = engine_address(self.deploy, self.stage.name, instance.index)
+        own_address = engine_address(self.deploy, self.stage.name, instance.device, instance.index)
         spec = EngineSpec(
             deploy_file=path,
             stages=mates,
@@ -94,10 +96,15 @@ class StageDoor:
             python=self.settings.python,
             load_timeout_s=max(self.deploy.stage(mate).load_timeout_s for mate in mates),
         )
-        self.own = EngineLink(own_address, spec, self.settings.call_timeout_s)
-        addresses = [engine_address(self.deploy, self.stage.name, i) for i in range(self.settings.instances)]
+        self.own = EngineLink(self.stage.name, own_address, spec, self.settings.call_timeout_s)
+        addresses = [
+            engine_address(self.deploy, self.stage.name, instance.device, i)
+            for i in range(self.settings.instances)
+        ]
         self._links = [
-            self.own if address == own_address else EngineLink(address, None, self.settings.call_timeout_s)
+            self.own
+            if address == own_address
+            else EngineLink(self.stage.name, address, None, self.settings.call_timeout_s)
             for address in addresses
         ]
         try:
@@ -106,7 +113,7 @@ class StageDoor:
             self.close()
             raise
 
-    def open(self, control: Mapping[str, Any], inputs: Mapping[str, Any]) -> Future[dict[str, Any]]:
+    def open(self, control: OpenSession, inputs: Mapping[str, Any]) -> Future[dict[str, Any]]:
         """Open a session on the least loaded engine: {"endpoint": its address}, or the TritoneError."""
         opened: Future[dict[str, Any]] = Future()
         if sum(link.is_ready for link in self._links) < 2:
@@ -140,7 +147,7 @@ class StageDoor:
     def _open_on(
         self,
         link: EngineLink,
-        control: Mapping[str, Any],
+        control: OpenSession,
         inputs: Mapping[str, Any],
         opened: Future[dict[str, Any]],
     ) -> None:
@@ -148,17 +155,18 @@ class StageDoor:
             return wire.Open(
                 call=call,
                 stage=self.model,
-                session=control["session"],
-                inbox=control["inbox"],
+                session=control.session,
+                inbox=control.inbox,
                 inputs=dict(inputs),
-                sources=control["sources"],
-                settings=control["settings"],
-                routes=[wire.Route(*route) for route in control["routes"]],
+                sources=control.sources,
+                settings=control.settings,
+                routes=control.routes,
             )
 
         def done(answer: Future[Any]) -> None:
             error = answer.exception()
             if error is not None:
+                link.tell(wire.Cancel(control.session))  # it may have been too late, and is opened after all
                 opened.set_exception(error)
             else:
                 opened.set_result({"endpoint": link.address})
@@ -201,4 +209,5 @@ class StageDoor:
 
 
 def as_error(error: BaseException) -> TritoneError:
+    """What to tell the caller of any exception."""
     return error if isinstance(error, TritoneError) else TritoneError(f"the stage failed: {error}")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from tritone.errors import TritoneError
+from tritone.errors import TritoneError, Unavailable
 from tritone.ports import Array, Port
+
+SHARED_MEMORY = "/dev/shm"
+LARGE_RESPONSE_BYTES = 1 << 20
 
 
 def read_inputs(request: Any, ports: Iterable[Port]) -> dict[str, Any]:
@@ -43,9 +47,15 @@ def read_parameters(request: Any) -> dict[str, Any]:
 
 
 def model_parameters(model_config: str) -> dict[str, str]:
-    """The custom parameters of a config.pbtxt."""
+    """The custom parameters of a config.pbtxt, given as Triton gives it: JSON."""
     parameters = json.loads(model_config)["parameters"]
     return {key: value["string_value"] for key, value in parameters.items()}
+
+
+def is_decoupled(model_config: str) -> bool:
+    """Whether a model may give more than one response."""
+    policy = json.loads(model_config).get("model_transaction_policy", {})
+    return bool(policy.get("decoupled", False))
 
 
 def response(outputs: Mapping[str, Array]) -> Any:
@@ -72,6 +82,7 @@ class Reply:
     def send(self, outputs: Mapping[str, Array], final: bool = False) -> None:
         """Send those of `outputs` that the caller asked for as one response; nothing after the final one."""
         wanted = {name: array for name, array in outputs.items() if name in self._requested}
+        _check_shared_memory(wanted)
         self._send(response(wanted), final)
 
     def fail(self, error: TritoneError) -> None:
@@ -79,8 +90,12 @@ class Reply:
         self._send(error_response(error), final=True)
 
     def is_cancelled(self) -> bool:
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return False  # it is sending; ask again later
+        try:
             return not self._closed and bool(self._sender.is_cancelled())
+        finally:
+            self._lock.release()
 
     @property
     def wants(self) -> frozenset[str]:
@@ -91,8 +106,18 @@ class Reply:
         with self._lock:
             if self._closed:
                 return
-            self._closed = final
             self._sender.send(item, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+            self._closed = final
+
+
+def _check_shared_memory(outputs: Mapping[str, Array]) -> None:
+    """A response that does not fit into shared memory would be lost without an end: refuse it before."""
+    size = sum(array.nbytes for array in outputs.values())
+    if size > LARGE_RESPONSE_BYTES and size > shutil.disk_usage(SHARED_MEMORY).free:
+        raise Unavailable(
+            f"an answer of {size >> 20} MiB does not fit into the server's shared memory",
+            "ask for a stream, or give the server more of it",
+        )
 
 
 def log_info(text: str) -> None:

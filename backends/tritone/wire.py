@@ -2,6 +2,7 @@
 
     door ──Open, Run, Cancel, Ping──► engine        engine ──Opened, Ran, Pong, Refused──► door
     engine ──Piece──► engine (the next stage)       engine ──Piece, Finished, Failed──► orchestrator's inbox
+    `tritone serve` ──Drain──► orchestrator's inbox
 
 Sockets are AF_UNIX SOCK_SEQPACKET in the abstract namespace: message borders are the kernel's, nothing is
 left on disk after a kill -9, and a peer of another user is refused. A packet above INLINE_BYTES travels as
@@ -23,9 +24,9 @@ import msgspec
 import numpy as np
 
 INLINE_BYTES = 48 * 1024  # well under the default socket buffer, so that several packets fit
-MAX_PACKET_BYTES = 1 << 31
 SEND_TIMEOUT_S = 10.0  # a local peer that does not read for this long is taken for dead
 
+_SEND_TIMEOUT = struct.pack("ll", int(SEND_TIMEOUT_S), 0)
 _ARRAY = 1  # msgpack extension type of a numpy array
 _INLINE, _SPILLED = b"\0", b"\1"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -81,6 +82,10 @@ class Cancel(Message, frozen=True):
     session: str
 
 
+class Drain(Message, frozen=True):
+    """To an orchestrator: end every request and take no more; it hangs up when that is done."""
+
+
 class Ping(Message, frozen=True):
     call: int
 
@@ -126,8 +131,6 @@ class Ran(Message, frozen=True):
 
 class Loading(Message, frozen=True):
     """The engine process lives but serves nothing yet."""
-
-    typical_load_s: float
 
 
 class Ready(Message, frozen=True):
@@ -178,6 +181,7 @@ AnyMessage = (
     | Opened
     | Refused
     | Cancel
+    | Drain
     | Ping
     | Pong
     | Run
@@ -235,14 +239,12 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
-        seconds = int(SEND_TIMEOUT_S)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def send(self, message: AnyMessage) -> None:
-        """Raises Disconnected when the peer is gone or has not read for SEND_TIMEOUT_S."""
+    def send(self, message: AnyMessage, wait: bool = True) -> None:
+        """Raises Disconnected when the peer is gone or does not read for SEND_TIMEOUT_S (0 unless `wait`)."""
         data = encode(message)
         descriptors: list[int] = []
         if len(data) > INLINE_BYTES:
@@ -253,7 +255,7 @@ class Channel:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd)) for fd in descriptors]
         try:
             with self._lock:
-                self._sock.sendmsg(parts, rights)
+                self._sock.sendmsg(parts, rights, 0 if wait else socket.MSG_DONTWAIT)
         except OSError as error:
             self.close()
             raise Disconnected(str(error)) from None
@@ -330,6 +332,7 @@ def accept(server: socket.socket) -> Channel:
     while True:
         sock, _ = server.accept()
         if _peer_uid(sock) == os.getuid():
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
             return Channel(sock)
         sock.close()
 
@@ -349,7 +352,10 @@ def connect(address: str) -> Channel:
 
 
 def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    # Bounds `connect` too, when the backlog of a stopped process is full. Accepted sockets do not inherit it.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+    return sock
 
 
 def _peer_uid(sock: socket.socket) -> int:

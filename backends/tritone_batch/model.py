@@ -2,8 +2,9 @@
 
 import json
 
+from tritone import control
 from tritone.contract import CONTROL, REPLY
-from tritone.errors import InvalidRequest, TritoneError, from_code
+from tritone.errors import InvalidRequest, from_code
 from tritone.ports import by_name
 from tritone.stage_door import StageDoor, as_error
 from tritone.triton import error_response, read_batched_inputs, response
@@ -27,8 +28,8 @@ class TritonPythonModel:
                     chunks[i] = read
                 else:
                     responses[i] = response({REPLY.name: REPLY.pack(json.dumps(read))[None]})
-            except TritoneError as error:
-                responses[i] = error_response(error)
+            except Exception as error:
+                responses[i] = error_response(as_error(error))
         for i, answered in zip(chunks, self._run(list(chunks.values())), strict=True):
             responses[i] = answered
         return responses
@@ -36,17 +37,16 @@ class TritonPythonModel:
     def _read(self, request):
         """The chunk in a request, or the JSON reply to a control call."""
         inputs = read_batched_inputs(request, self._inputs)
-        control = json.loads(inputs.pop(CONTROL.name, "{}"))
-        if control.get("op") == "ping":
-            return self._door.ping().result()
-        if control.get("discard"):
-            self._door.cancel(control["session"])
-            return {}
-        if "session" not in control:
-            raise InvalidRequest("control names no session", "call the pipeline model, not its stages")
-        return StreamChunk(
-            control["session"], inputs, control["start"], control["end"], control.get("settings", {})
-        )
+        call = control.decode(inputs.pop(CONTROL.name, ""))
+        match call:
+            case control.RunChunk():
+                return StreamChunk(call.session, inputs, call.start, call.end, call.settings)
+            case control.DropStream():
+                self._door.cancel(call.session)
+                return {}
+            case control.PingStage():
+                return self._door.ping().result()
+        raise InvalidRequest(f"control asks this stage to {type(call).__name__}", "call the pipeline model")
 
     def _run(self, chunks):
         if not chunks:
@@ -60,9 +60,12 @@ class TritonPythonModel:
     def _response(self, result):
         if result.code:
             return error_response(from_code(result.code, result.what, result.cure))
-        return response(
-            {name: self._outputs[name].pack(value)[None] for name, value in result.outputs.items()}
-        )
+        try:
+            return response(
+                {name: self._outputs[name].pack(value)[None] for name, value in result.outputs.items()}
+            )
+        except Exception as error:
+            return error_response(as_error(error))
 
     def finalize(self):
         self._door.close()

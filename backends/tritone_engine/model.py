@@ -2,8 +2,9 @@
 
 import json
 
+from tritone import control
 from tritone.contract import CONTROL, REPLY
-from tritone.errors import InvalidRequest, TritoneError
+from tritone.errors import InvalidRequest
 from tritone.stage_door import StageDoor, as_error
 from tritone.triton import Reply, read_inputs
 
@@ -16,20 +17,21 @@ class TritonPythonModel:
         for request in requests:
             reply = Reply(request)
             try:
-                self._handle(read_inputs(request, (CONTROL, *self._door.stage.inputs)), reply)
-            except TritoneError as error:
-                reply.fail(error)
+                answer = self._call(read_inputs(request, (CONTROL, *self._door.stage.inputs)))
+            except Exception as error:
+                reply.fail(as_error(error))
+            else:
+                answer.add_done_callback(lambda done, reply=reply: self._send(done, reply))
 
-    def _handle(self, inputs, reply):
-        control = json.loads(inputs.pop(CONTROL.name, "{}"))
-        match control.get("op"):
-            case "open":
-                answer = self._door.open(control, inputs)
-            case "ping":
-                answer = self._door.ping()
-            case op:
-                raise InvalidRequest(f"control.op is {op!r}", "call the pipeline model, not its stages")
-        answer.add_done_callback(lambda done: self._send(done, reply))
+    def _call(self, inputs):
+        """The future of what a control call answers."""
+        call = control.decode(inputs.pop(CONTROL.name, ""))
+        match call:
+            case control.OpenSession():
+                return self._door.open(call, inputs)
+            case control.PingStage():
+                return self._door.ping()
+        raise InvalidRequest(f"control asks this stage to {type(call).__name__}", "call the pipeline model")
 
     def _send(self, answer, reply):
         error = answer.exception()

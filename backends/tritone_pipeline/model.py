@@ -2,18 +2,21 @@
 
 import os
 
+from tritone import inbox
 from tritone.errors import TritoneError
 from tritone.orchestrator import Orchestrator
 from tritone.stage_door import load_deploy, server_name
-from tritone.triton import Reply, read_inputs, read_parameters
+from tritone.triton import Reply, is_decoupled, read_inputs, read_parameters
 
 
 class TritonPythonModel:
     def initialize(self, args):
         deploy, _, _ = load_deploy(args)
         self._inputs = deploy.pipeline.inputs
-        name = f"{args['model_name']}/{server_name()}/{os.getpid()}"
-        self._orchestrator = Orchestrator(deploy, deploy.pipeline.facts(deploy.checkpoint), name)
+        name = f"{args['model_name']}/{os.getpid()}"
+        address = inbox.address(server_name(), args["model_name"], os.getpid())
+        facts = deploy.pipeline.facts(deploy.checkpoint)
+        self._orchestrator = Orchestrator(deploy, facts, name, address, is_decoupled(args["model_config"]))
 
     def execute(self, requests):
         for request in requests:

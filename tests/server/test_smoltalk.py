@@ -208,8 +208,8 @@ SECOND = np.zeros(16000, np.float32)
 BAD = {
     "no prompt": ({}, {}, ["INVALID_ARG", "text_input"]),
     "empty prompt": ({"text_input": text("")}, {}, ["INVALID_ARG", "text_input", "empty"]),
-    "longer than the context": ({"text_input": text("word " * 5000)}, {}, ["INVALID_ARG", "tokens", "2048"]),
-    "longer than the limit": ({"text_input": text("x" * 100_000)}, {}, ["INVALID_ARG", "100000", "65536"]),
+    "longer than the context": ({"text_input": text("word " * 3000)}, {}, ["INVALID_ARG", "tokens", "2048"]),
+    "longer than the limit": ({"text_input": text("x" * 100_000)}, {}, ["INVALID_ARG", "100000", "16384"]),
     "unknown modality": (
         {"text_input": text("Hi"), "modalities": text("text,smell")},
         {},

@@ -30,19 +30,19 @@ def tone(samples, offset=0):
     return (0.5 * np.sin(2 * np.pi * 440 * (np.arange(samples) + offset) / RATE_HZ)).astype(np.float32)
 
 
-def fill(made):
+async def fill(made):
     made.text("Hello ", 2)
-    made.audio(tone(300))
+    await made.audio(tone(300))
     made.text("you.", 1)
-    made.audio(tone(500, 300))
-    made.audio(np.zeros(0, np.float32))
+    await made.audio(tone(500, 300))
+    await made.audio(np.zeros(0, np.float32))
     made.finish_reasons.update(text="stop", audio="stop")
-    made.done({"prompt_tokens": 7}, {"thinker": {"total_s": 1.0}})
+    await made.done({"prompt_tokens": 7}, {"thinker": {"total_s": 1.0}})
 
 
-def test_a_stream_is_numbered_placed_and_ends_once():
+async def test_a_stream_is_numbered_placed_and_ends_once():
     made, responses = answer(stream=True)
-    fill(made)
+    await fill(made)
     assert [str(t["event"][0], "utf8") for t, _ in responses] == ["text", "audio", "text", "audio", "done"]
     assert [int(t["index"][0]) for t, _ in responses] == [0, 1, 2, 3, 4]
     assert [final for _, final in responses] == [False] * 4 + [True]
@@ -51,21 +51,21 @@ def test_a_stream_is_numbered_placed_and_ends_once():
     assert all(int(t["sample_rate"][0]) == RATE_HZ for t, _ in responses if "audio_output" in t)
 
 
-def test_a_whole_answer_is_one_response_with_the_same_content():
+async def test_a_whole_answer_is_one_response_with_the_same_content():
     streamed, parts = answer(stream=True, audio_format="f32")
     whole, (one,) = answer(stream=False, audio_format="f32"), (None,)
-    fill(streamed)
+    await fill(streamed)
     made, responses = whole
-    fill(made)
+    await fill(made)
     ((one, final),) = responses
     assert final and one["event"][0] == b"done" and one["text_output"][0] == b"Hello you."
     joined = np.concatenate([t["audio_f32"] for t, _ in parts if "audio_f32" in t])
     assert np.array_equal(one["audio_f32"], joined) and len(joined) == 800
 
 
-def test_done_tells_reasons_usage_seed_and_timings_if_asked():
+async def test_done_tells_reasons_usage_seed_and_timings_if_asked():
     made, responses = answer(stream=True, return_timings=True, return_num_input_tokens=True)
-    fill(made)
+    await fill(made)
     last = responses[-1][0]
     info = json.loads(last["info"][0])
     assert json.loads(last["finish_reason"][0]) == {"text": "stop", "audio": "stop"}
@@ -74,12 +74,12 @@ def test_done_tells_reasons_usage_seed_and_timings_if_asked():
     assert 0 <= info["timings"]["ttft_s"] <= info["timings"]["ttfp_s"] <= info["timings"]["total_s"]
     assert int(last["num_input_tokens"][0]) == 7
     made, responses = answer(stream=True)
-    fill(made)
+    await fill(made)
     assert "timings" not in json.loads(responses[-1][0]["info"][0])
 
 
 @pytest.mark.parametrize(("stream", "counts"), [(True, [2, 1]), (False, [3])])
-def test_output_tokens_are_counted_where_they_are_sent(stream, counts):
+async def test_output_tokens_are_counted_where_they_are_sent(stream, counts):
     made, responses = answer(stream=stream, return_num_output_tokens=True)
-    fill(made)
+    await fill(made)
     assert [int(t["num_output_tokens"][0]) for t, _ in responses if "num_output_tokens" in t] == counts

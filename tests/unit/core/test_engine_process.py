@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from tritone import wire
-from tritone.engine_link import EngineLink, EngineSpec
+from tritone.engine_link import EngineLink
+from tritone.engine_process import EngineSpec
 from tritone.errors import ConfigError, EngineLost, InvalidRequest, Unavailable
 
 ECHO = Path(__file__).parents[2] / "pipelines" / "echo.py"
@@ -77,7 +78,7 @@ def make_link(tmp_path):
         path.write_text(yaml.safe_dump({"pipeline": str(ECHO), "stages": stage_settings}))
         address = f"tritone-test/{uuid.uuid4().hex}"
         spec = EngineSpec(path, tuple(stages), address, "cpu", 1, python, 20.0)
-        link = EngineLink(address, spec, call_timeout_s)
+        link = EngineLink("under test", address, spec, call_timeout_s)
         links.append(link)
         return link
 
@@ -104,7 +105,7 @@ def open_writer(link, inbox, text, session="s1", routes=None, max_tokens=99):
 
 
 def pid_of(link):
-    return link._process.pid
+    return link.process.pid
 
 
 def stop(pid):
@@ -198,7 +199,7 @@ def test_a_session_that_nobody_feeds_ends_with_its_lease(make_link, inbox):
     routes = [wire.Route(inbox.address, "", {"frames": "frames"})]
     link.call(lambda call: wire.Open(call, "echo_singer", "s1", inbox.address, {}, 1, {}, routes)).result(5)
     _, end = inbox.until_end(5)
-    assert isinstance(end, wire.Failed) and "heard nothing" in end.what
+    assert isinstance(end, wire.Failed) and "was given nothing" in end.what
     assert sessions(link, "echo_singer") == 0
 
 
@@ -263,10 +264,10 @@ def test_an_engine_that_hangs_is_refused_by_the_call_deadline(make_link):
 def test_a_second_door_joins_the_process_instead_of_starting_one(make_link):
     link = make_link()
     link.wait_ready(20)
-    second = EngineLink(link.address, link._spec, 5.0)
+    second = EngineLink("under test", link.address, link.process.spec, 5.0)
     try:
         second.wait_ready(10)
-        assert second._process is None and second.call(wire.Ping).result(5).stats
+        assert second.process.pid is None and second.call(wire.Ping).result(5).stats
     finally:
         second.close()
     assert link.call(wire.Ping).result(5).stats, "closing the joiner must not end the process"
@@ -275,10 +276,13 @@ def test_a_second_door_joins_the_process_instead_of_starting_one(make_link):
 def test_an_engine_ends_with_its_door(make_link):
     link = make_link()
     link.wait_ready(20)
-    process = link._process
-    os.close(link._life_line)  # what the kernel does when the door is killed
-    link._life_line = None
-    assert process.wait(timeout=5) == 0
+    pid = pid_of(link)
+    os.close(link.process._life_line)  # what the kernel does when the door is killed
+    link.process._life_line = None
+    deadline = time.monotonic() + 5
+    while pid_of(link) == pid:  # until the link starts another
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_an_engine_that_cannot_load_says_why(make_link):
@@ -296,3 +300,23 @@ def test_an_engine_may_have_an_interpreter_of_its_own(make_link, inbox, tmp_path
     assert (tmp_path / "used").exists()
     open_writer(link, inbox, "hi").result(5)
     assert isinstance(inbox.until_end()[1], wire.Finished)
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "/bin/false"])
+def test_an_interpreter_that_does_not_start_is_a_clear_failure(make_link, python):
+    link = make_link(python=python)
+    with pytest.raises(ConfigError, match=r"No such file|ended with status 1"):
+        link.wait_ready(20)
+
+
+def test_a_step_that_always_fails_ends_the_process_for_a_new_one(make_link, inbox):
+    link = make_link(writer={"engine": {"fail_on": "boom"}})
+    link.wait_ready(20)
+    first = pid_of(link)
+    for number in range(3):
+        open_writer(link, inbox, "boom", session=f"s{number}").result(5)
+        assert isinstance(inbox.until_end()[1], wire.Failed)
+    deadline = time.monotonic() + 10
+    while pid_of(link) in (first, None) or not link.is_ready:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -43,7 +43,7 @@ def container(tmp_path: Path) -> Path:
     root = tmp_path / "opt" / "tritonserver"
     write_file(
         root / "bin" / "tritonserver",
-        b"#!/bin/sh\necho '  --grpc-max-response-pool-size <integer>'\n",
+        b"#!/bin/sh\necho '  --exit-timeout-secs <integer>'\n",
         executable=True,
     )
     write_file(root / "TRITON_VERSION", b"2.71.0\n")

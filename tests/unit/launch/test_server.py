@@ -173,12 +173,6 @@ class TestCommand:
         words = self.words(server, tmp_path, shm_prefix="mine_")
         assert "--backend-config=python,shm-region-prefix-name=mine_" in words
 
-    def test_response_pool_only_where_known(self, server: Server, container: Path, tmp_path: Path) -> None:
-        option = f"--grpc-max-response-pool-size={servers.RESPONSE_POOL}"
-        assert option not in self.words(server, tmp_path)
-        newer = replace(server, binary=container / "bin" / "tritonserver")
-        assert option in self.words(newer, tmp_path)
-
     def test_users_options_come_last(self, server: Server, tmp_path: Path) -> None:
         assert self.words(server, tmp_path, extra=["--log-verbose=1"])[-1] == "--log-verbose=1"
 

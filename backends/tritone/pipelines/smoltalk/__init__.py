@@ -78,7 +78,7 @@ def _speaker(name: str | None) -> str:
 
 def facts(_: Path) -> Facts:
     """The weights are pinned by version and hash, so their facts are too (tests/parity holds them to it)."""
-    return Facts(sample_rate_hz=SAMPLE_RATE_HZ, frame_rate_hz=FRAME_RATE_HZ, speakers=SPEAKERS)
+    return Facts(sample_rate_hz=SAMPLE_RATE_HZ, speakers=SPEAKERS)
 
 
 PIPELINE = Pipeline(

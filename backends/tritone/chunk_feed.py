@@ -1,0 +1,46 @@
+"""The frames of one session on their way through a Triton-batched stage: in order, one call at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from tritone.answer import Answer
+from tritone.deploy import Chunks
+from tritone.ports import Array
+from tritone.stream import FrameBuffer, FrameChunk
+
+CallChunk = Callable[
+    [FrameChunk, bool], Awaitable[Array]
+]  # the chunk, and whether it is the first: its samples
+
+
+class ChunkFeed:
+    """Frames are pushed in; chunks go out to the stage, and its samples to the answer."""
+
+    def __init__(self, chunks: Chunks, call: CallChunk, answer: Answer) -> None:
+        self._buffer = FrameBuffer(chunks)
+        self._call = call
+        self._answer = answer
+        self._chunks: asyncio.Queue[FrameChunk] = asyncio.Queue()
+
+    def push(self, frames: Array, segment_end: bool) -> None:
+        """frames: [F, ...] of the stage's `frames` port; segment_end: they end a segment."""
+        for chunk in self._buffer.push(frames, segment_end):
+            self._chunks.put_nowait(chunk)
+
+    def end(self) -> None:
+        """No frames follow."""
+        self._chunks.put_nowait(self._buffer.finish())
+
+    async def run(self) -> None:
+        """Until the last chunk is sound. Raises what the stage fails with."""
+        first = True
+        while True:
+            chunk = await self._chunks.get()
+            if first and chunk.last and not len(chunk.frames):
+                return  # there was nothing to speak
+            await self._answer.audio(await self._call(chunk, first))
+            if chunk.last:
+                return
+            first = False

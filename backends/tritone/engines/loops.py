@@ -1,0 +1,339 @@
+"""The threads of an engine process that own an engine each: mailbox in, messages out.
+
+    mailbox ─► drain ─► step ─► deliver: pieces to consumers, the end to the orchestrator's inbox
+
+Only `post` and `stats` are called from other threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tritone import wire
+from tritone.engines.base import BatchEngine, Chunk, Delta, Engine, Value, Values
+from tritone.errors import TritoneError, Unavailable
+
+log = logging.getLogger("tritone.engine")
+
+IDLE_WAIT_S = 1.0  # how often an idle loop looks at leases
+MAX_FAILED_STEPS = 3  # in a row; then the engine's state is given up, and its door starts a new process
+GIVEN_UP_STATUS = 70  # exit status of such a process
+
+Answer = Callable[[wire.AnyMessage], None]
+
+
+class Peers:
+    """Outgoing channels to consumers, by address, opened when first needed. Thread-safe."""
+
+    def __init__(self, own_address: str, on_lost: Callable[[str], None]) -> None:
+        self._own_address = own_address
+        self._on_lost = on_lost  # called with the address of a peer that went away
+        self._channels: dict[str, wire.Channel] = {}
+        self._lock = threading.Lock()
+
+    def ensure(self, address: str) -> wire.Channel:
+        """Raises Disconnected when nobody serves `address`."""
+        with self._lock:
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = wire.connect(address)
+                channel.send(wire.Hello(self._own_address))
+                self._channels[address] = channel
+                threading.Thread(
+                    target=self._watch, args=(address, channel), daemon=True, name="peer"
+                ).start()
+            return channel
+
+    def send(self, address: str, message: wire.AnyMessage) -> None:
+        self.ensure(address).send(message)
+
+    def _watch(self, address: str, channel: wire.Channel) -> None:
+        with contextlib.suppress(wire.Disconnected):
+            while True:
+                channel.receive()  # a consumer says nothing; this waits for its end
+        with self._lock:
+            if self._channels.get(address) is channel:
+                del self._channels[address]
+        channel.close()
+        self._on_lost(address)
+
+
+class Loop(ABC):
+    """One stage's thread: turns until the process ends."""
+
+    def __init__(self, model: str, lease_s: float) -> None:
+        """model: Triton model name. lease_s: a session that waits longer for input is dropped."""
+        self.model = model
+        self._lease_s = lease_s
+        self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._beat_s = time.monotonic()
+        self._stats: dict[str, Any] = {"active": 0}
+
+    def post(self, task: Callable[[], None]) -> None:
+        """Have `task` called on the loop's thread."""
+        self._mailbox.put(task)
+
+    def stats(self) -> dict[str, Any]:
+        """The figures of the last turn, and its age."""
+        return {**self._stats, "beat_age_s": time.monotonic() - self._beat_s}
+
+    def run(self) -> None:
+        """A loop that ends would leave a process that looks alive: end that, the door starts a new one."""
+        try:
+            while True:
+                self._turn()
+        except BaseException:
+            log.exception("stage %s: the loop ended", self.model)
+            os._exit(GIVEN_UP_STATUS)
+
+    def _drain(self, block: bool) -> None:
+        """Do what the mailbox holds; wait for something first if `block`."""
+        with contextlib.suppress(queue.Empty):
+            task = self._mailbox.get(block=block, timeout=IDLE_WAIT_S)
+            while True:
+                task()
+                task = self._mailbox.get_nowait()
+
+    @abstractmethod
+    def _turn(self) -> None:
+        """One turn; sets `_beat_s` and `_stats`."""
+
+    @abstractmethod
+    def cancel(self, session: str) -> None:
+        """Forget a session. Unknown session: ignored."""
+
+    @abstractmethod
+    def peer_lost(self, address: str) -> None:
+        """A consumer, maybe the orchestrator, went away."""
+
+
+@dataclass
+class Seat:
+    """One session on one stage."""
+
+    inbox: str
+    routes: list[wire.Route]
+    sources_left: int  # upstream stages that have not ended
+    opened_s: float  # time.monotonic()
+    fed_s: float  # when something last came for it
+    first_output_s: float | None = None
+    numbers: dict[int, int] = field(default_factory=dict)  # pieces sent, by index of the route
+
+
+class StageLoop(Loop):
+    """The loop of a stage whose engine batches."""
+
+    def __init__(self, model: str, engine: Engine, peers: Peers, lease_s: float) -> None:
+        super().__init__(model, lease_s)
+        self._engine = engine
+        self._peers = peers
+        self._seats: dict[str, Seat] = {}
+        self._failed_steps = 0
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "sessions": len(self._seats)}
+
+    def _turn(self) -> None:
+        self._drain(block=not self._engine.has_work)
+        self._beat_s = time.monotonic()
+        if self._engine.has_work:
+            self._deliver(self._step())
+        self._drop_expired()
+        self._stats = dict(self._engine.stats())
+
+    def _step(self) -> list[Delta]:
+        try:
+            deltas = self._engine.step()
+            self._failed_steps = 0
+            return deltas
+        except Exception as error:  # the engine's state is unknown now: no session on it can be trusted
+            log.exception("stage %s: step failed", self.model)
+            self._failed_steps += 1
+            fault = self._fault(error)
+            self._deliver([Delta(session, error=fault) for session in list(self._seats)])
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                raise
+            return []
+
+    # -- tasks that reader threads post ---------------------------------------------------------------------
+
+    def open(self, message: wire.Open, answer: Answer) -> None:
+        try:
+            self._peers.ensure(message.inbox)
+            self._engine.add_request(message.session, message.inputs, message.settings)
+        except wire.Disconnected as error:
+            answer(
+                wire.Refused(message.call, "UNAVAILABLE", f"the orchestrator is gone ({error})", "try again")
+            )
+        except Exception as error:
+            fault = error if isinstance(error, TritoneError) else self._logged(error, "add_request")
+            self._engine.abort(message.session)
+            answer(wire.Refused(message.call, fault.code, fault.what, fault.cure))
+        else:
+            now = time.monotonic()
+            self._seats[message.session] = Seat(message.inbox, message.routes, message.sources, now, now)
+            answer(wire.Opened(message.call))
+            if message.sources == 0:
+                self._push(message.session, {}, last=True)
+
+    def piece(self, message: wire.Piece) -> None:
+        seat = self._seats.get(message.session)
+        if seat is None:
+            return  # cancelled meanwhile
+        seat.fed_s = time.monotonic()
+        seat.sources_left -= message.last
+        self._push(message.session, message.values, last=seat.sources_left <= 0)
+
+    def cancel(self, session: str) -> None:
+        if self._seats.pop(session, None) is not None:
+            self._engine.abort(session)
+
+    def peer_lost(self, address: str) -> None:
+        for session, seat in list(self._seats.items()):
+            if seat.inbox == address:
+                self.cancel(session)
+            elif any(route.address == address for route in seat.routes):
+                self._deliver([Delta(session, error=self._consumer_gone())])
+
+    # -- inside the thread ----------------------------------------------------------------------------------
+
+    def _push(self, session: str, values: Mapping[str, Value], last: bool) -> None:
+        try:
+            self._engine.push(session, values, last)
+        except Exception as error:
+            fault = error if isinstance(error, TritoneError) else self._logged(error, "push")
+            self._deliver([Delta(session, error=fault)])
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            seat = self._seats.get(delta.session)
+            if seat is None:
+                continue
+            try:
+                self._send(delta, seat)
+            except wire.Disconnected:
+                self.cancel(delta.session)
+                # If it was not the orchestrator that is gone, it must hear of the consumer that is.
+                with contextlib.suppress(wire.Disconnected):
+                    self._peers.send(seat.inbox, self._failed(delta.session, self._consumer_gone()))
+
+    def _send(self, delta: Delta, seat: Seat) -> None:
+        if delta.error is not None:
+            self.cancel(delta.session)
+            self._peers.send(seat.inbox, self._failed(delta.session, delta.error))
+            return
+        now = time.monotonic()
+        last = delta.finish_reason is not None
+        if delta.outputs and seat.first_output_s is None:
+            seat.first_output_s = now
+        for index, route in enumerate(seat.routes):
+            values = {
+                target: delta.outputs[port] for port, target in route.ports.items() if port in delta.outputs
+            }
+            if not values and not last:
+                continue
+            number = seat.numbers.get(index, 0)
+            seat.numbers[index] = number + 1
+            piece = wire.Piece(delta.session, self.model, route.stage, number, values, last)
+            self._peers.send(route.address, piece)
+        if last:
+            self._seats.pop(delta.session)
+            self._peers.send(seat.inbox, self._finished(delta, seat, now))
+
+    def _finished(self, delta: Delta, seat: Seat, now: float) -> wire.Finished:
+        timings = {"total_s": now - seat.opened_s}
+        if seat.first_output_s is not None:
+            timings["first_output_s"] = seat.first_output_s - seat.opened_s
+        return wire.Finished(
+            delta.session, self.model, delta.finish_reason or "stop", dict(delta.usage), timings
+        )
+
+    def _failed(self, session: str, error: TritoneError) -> wire.Failed:
+        return wire.Failed(session, self.model, error.code, error.what, error.cure)
+
+    def _drop_expired(self) -> None:
+        """End a session whose input never comes: its producer and orchestrator are gone unnoticed."""
+        cutoff = time.monotonic() - self._lease_s
+        for session, seat in list(self._seats.items()):
+            if seat.sources_left > 0 and seat.fed_s < cutoff:
+                what = f"stage {self.model} was given nothing for {self._lease_s:g} s"
+                self._deliver([Delta(session, error=Unavailable(what, "try again"))])
+
+    def _consumer_gone(self) -> TritoneError:
+        return Unavailable(f"the stage after {self.model} went away", "try again")
+
+    def _logged(self, error: Exception, where: str) -> TritoneError:
+        log.exception("stage %s: %s failed", self.model, where)
+        return self._fault(error)
+
+    def _fault(self, error: Exception) -> TritoneError:
+        return TritoneError(
+            f"stage {self.model} failed: {error}", "try again; the server log has the details"
+        )
+
+
+class BatchLoop(Loop):
+    """The loop of a stage that Triton batches."""
+
+    def __init__(self, model: str, engine: BatchEngine, lease_s: float) -> None:
+        super().__init__(model, lease_s)
+        self._engine = engine
+        self._touched_s: dict[str, float] = {}  # by stream: time.monotonic() of its last chunk
+        self._num_batches = self._num_chunks = 0
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "batches": self._num_batches, "chunks": self._num_chunks}
+
+    def _turn(self) -> None:
+        self._drain(block=True)
+        self._beat_s = time.monotonic()
+        for session, touched_s in list(self._touched_s.items()):
+            if self._beat_s - touched_s > self._lease_s:
+                self.cancel(session)
+        self._stats = dict(self._engine.stats())
+
+    def batch(self, message: wire.Run, answer: Answer) -> None:
+        chunks = [Chunk(c.session, c.inputs, c.start, c.end, c.settings) for c in message.chunks]
+        self._beat_s = time.monotonic()
+        self._touched_s.update((chunk.session, self._beat_s) for chunk in chunks)
+        self._num_batches += 1
+        self._num_chunks += len(chunks)
+        try:
+            results = self._engine.run(chunks)
+        except Exception as error:
+            log.exception("stage %s: batch failed", self.model)
+            for chunk in chunks:
+                self.cancel(chunk.session)
+            answer(
+                wire.Refused(
+                    message.call, "INTERNAL", f"stage {self.model} failed: {error}", "see the server log"
+                )
+            )
+            return
+        for chunk, result in zip(chunks, results, strict=True):
+            if chunk.end or isinstance(result, TritoneError):
+                self.cancel(chunk.session)
+        self._stats = dict(self._engine.stats())
+        answer(wire.Ran(message.call, [_stream_result(result) for result in results]))
+
+    def cancel(self, session: str) -> None:
+        if self._touched_s.pop(session, None) is not None:
+            self._engine.abort(session)
+
+    def peer_lost(self, address: str) -> None:
+        """Nothing is sent from here; streams end by their END chunk, a cancel or the lease."""
+
+
+def _stream_result(result: Values | TritoneError) -> wire.StreamResult:
+    if isinstance(result, TritoneError):
+        return wire.StreamResult({}, result.code, result.what, result.cure)
+    return wire.StreamResult(dict(result))
