@@ -32,7 +32,7 @@ def require_checkpoint(path: Path, stage: str) -> Path:
 
     Raises ConfigError naming what is missing and the command that builds it.
     """
-    command = f"run `python build/{path.parent.name}.py`"
+    command = f"run `make weights`, or `python build/{path.parent.name}.py` in the environment"
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise ConfigError(f"no complete checkpoint in '{path}': it has no {MANIFEST}", command)
@@ -62,7 +62,8 @@ def read_config(stage_folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         pipeline = stage_folder.parent.parent.name
         raise ConfigError(
-            f"the checkpoint folder '{stage_folder}' has no config.json", f"run `python build/{pipeline}.py`"
+            f"the checkpoint folder '{stage_folder}' has no config.json",
+            f"run `make weights`, or `python build/{pipeline}.py` in the environment",
         ) from None
     except ValueError as fault:
         raise ConfigError(f"'{file}' is not JSON: {fault}", "build the checkpoint again") from None

@@ -231,6 +231,7 @@ class RunningServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: guard.Guard | None = None
         self._started_s = 0.0
+        self._was_ready = False
         self._clients = ExitStack()
         self._probers: dict[str, Prober] = {}
         self.log_file = self._choose_log()
@@ -295,6 +296,7 @@ class RunningServer:
                 what = f"not ready within {timeout_s:g} s ({reason})"
                 raise TritoneError(what, f"{self._log_hint()}, or give a longer --load-timeout-s")
         if not waiting:
+            self._was_ready = True
             self._announce(say)
 
     def watch(self, say: Callable[[str], None], asked: Asked) -> None:
@@ -329,7 +331,12 @@ class RunningServer:
                     inbox.drain_all(self._process.pid, DRAIN_S)
             gone = guard.end(self._run(), patience=lambda: asked.times < 2)
             self._process.wait()
-            say(f"ended  after {self._age_s():.0f} s" + ("" if gone else "; some processes had to be killed"))
+            # A server that is still loading does not heed the signal, so killing it then is nothing to report.
+            killed = not gone and self._was_ready
+            say(
+                f"ended  after {self._age_s():.0f} s"
+                + ("; some processes had to be killed" if killed else "")
+            )
         if self._guard is not None:
             self._guard.dismiss()
 
@@ -419,7 +426,8 @@ class RunningServer:
         say(f"ready  {', '.join(names)} after {self._age_s():.1f} s")
         say(f"gRPC {listen.grpc_url}   HTTP {listen.http_url}   metrics {listen.metrics_url}")
         for name in names:
-            say(f'try: tritone chat "Why is the sky blue?" --pipeline {name} --url {listen.grpc_url}')
+            address = "" if listen.grpc_url == f"{Listen.host}:{Listen.grpc}" else f" --url {listen.grpc_url}"
+            say(f'try: tritone chat "Why is the sky blue?" --pipeline {name}{address}')
 
 
 @dataclass

@@ -48,14 +48,16 @@ def adapted(command, server, folder):
             return "true"  # the tests run inside the environment already
         case "make" if words[1] == "test":
             return f"make -C {ROOT} -n test"  # this is `make test`
+        case "make" if words[1] == "serve":
+            return "tritone serve smoltalk --check --http-port 0 --grpc-port 0 --metrics-port 0"
         case "make":
             out = shlex.quote(str(folder / "demo.wav"))
             given = [f"AUDIO={folder / 'reply.wav'}" if w.startswith("AUDIO=") else w for w in words[2:]]
             given = [word for word in given if not word.startswith("OUT=")]
             venv = Path(sys.executable).parents[1]
             return f"make -C {ROOT} VENV={venv} {words[1]} {shlex.join(given)} OUT={out}"
-        case "tritone" if words[1] == "serve":
-            return "tritone serve smoltalk --check --http-port 0 --grpc-port 0 --metrics-port 0"
+        case "tritone" if words[1] == "backends":
+            return command
         case "tritone" | "python":
             return f"{command} --url {server.grpc_url}"
         case "curl":

@@ -98,7 +98,7 @@ PIPELINE = Pipeline(
             {"torch": "tritone.engines.torch_ar:TorchEngine"},
             inputs=(MESSAGES, TRANSCRIPT),
             outputs=(TEXT, NUM_TOKENS),
-            sampling=Sampling(temperature=0.0, repetition_penalty=1.1, max_tokens=160),
+            sampling=Sampling(temperature=0.0, repetition_penalty=1.05, max_tokens=160),
         ),
         Stage(
             "talker",
