@@ -5,8 +5,9 @@ python chat_async.py "Why is the sky blue?" --out reply.wav
 
 import argparse
 import asyncio
+import sys
 
-from tritone_client import AsyncTritoneClient, AudioChunk, Done, TextDelta, WavWriter
+from tritone_client import AsyncTritoneClient, AudioChunk, Done, TextDelta, TritoneError, WavWriter
 
 
 async def chat(url: str, question: str, out: str) -> None:
@@ -28,4 +29,7 @@ if __name__ == "__main__":
     parser.add_argument("--url", default="127.0.0.1:8001")
     parser.add_argument("--out", default="reply.wav")
     args = parser.parse_args()
-    asyncio.run(chat(args.url, args.question, args.out))
+    try:
+        asyncio.run(chat(args.url, args.question, args.out))
+    except (TritoneError, OSError, KeyboardInterrupt) as error:
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else str(error))

@@ -19,7 +19,10 @@ body=$(python3 -c 'import json, sys; print(json.dumps({
 curl -sS --fail-with-body "$url/v2/models/smoltalk/generate" -d "$body" |
     python3 -c '
 import base64, json, sys, wave
-answer = json.load(sys.stdin)
+body = sys.stdin.read()
+if not body:
+    sys.exit(1)  # curl has said why
+answer = json.loads(body)
 if "error" in answer:
     sys.exit(answer["error"])
 print(answer["text_output"])

@@ -5,6 +5,7 @@ python plain_grpc_aio.py "Why is the sky blue?" --out reply.wav --stop-after-s 2
 
 import argparse
 import asyncio
+import sys
 import wave
 
 import grpc
@@ -58,4 +59,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", default="reply.wav")
     parser.add_argument("--stop-after-s", type=float)
     args = parser.parse_args()
-    asyncio.run(main(args.url, args.question, args.out, args.stop_after_s))
+    try:
+        asyncio.run(main(args.url, args.question, args.out, args.stop_after_s))
+    except (OSError, KeyboardInterrupt) as error:
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else str(error))

@@ -9,10 +9,12 @@ them is `done`.
 import argparse
 import json
 import queue
+import sys
 import wave
 
 import numpy as np
 import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
 
 
 def string_input(name: str, text: str) -> grpcclient.InferInput:
@@ -31,24 +33,32 @@ def main(url: str, question: str, out: str) -> None:
             callback=lambda result, error: responses.put((result, error)),
             headers={"triton_grpc_error": "true"},
         )
-        client.async_stream_infer(
-            "smoltalk",
-            [string_input("text_input", question), sampling, stream],
-            parameters={"deadline_ms": 60_000},
-        )
+        try:
+            client.async_stream_infer(
+                "smoltalk",
+                [string_input("text_input", question), sampling, stream],
+                parameters={"deadline_ms": 60_000},
+            )
+        except InferenceServerException as error:
+            client.stop_stream()  # waits until what broke the stream, if it is broken, is in the queue
+            responses.put((None, error))
         chunks = []
-        while True:
-            result, error = responses.get()
-            if error is not None:
-                raise SystemExit(f"{error.status()}: {error.message()}")
-            print(b"".join(result.as_numpy("text_output")).decode(), end="", flush=True)
-            event = result.as_numpy("event")[0].decode()
-            if event == "audio":
-                rate_hz = int(result.as_numpy("sample_rate")[0])
-                chunks.append(result.as_numpy("audio_output"))  # int16 [n], mono
-            if event == "done":
-                print("\n", result.as_numpy("finish_reason")[0].decode())
-                break
+        try:
+            while True:
+                result, error = responses.get()
+                if error is not None:
+                    raise SystemExit(f"{error.status()}: {error.message()}")
+                print(b"".join(result.as_numpy("text_output")).decode(), end="", flush=True)
+                event = result.as_numpy("event")[0].decode()
+                if event == "audio":
+                    rate_hz = int(result.as_numpy("sample_rate")[0])
+                    chunks.append(result.as_numpy("audio_output"))  # int16 [n], mono
+                if event == "done":
+                    print("\n", result.as_numpy("finish_reason")[0].decode())
+                    break
+        except KeyboardInterrupt:
+            client.stop_stream(cancel_requests=True)  # stops every stage; else the rest would be awaited
+            raise
         client.stop_stream()
 
     if chunks:
@@ -65,4 +75,7 @@ if __name__ == "__main__":
     parser.add_argument("--url", default="127.0.0.1:8001")
     parser.add_argument("--out", default="reply.wav")
     args = parser.parse_args()
-    main(args.url, args.question, args.out)
+    try:
+        main(args.url, args.question, args.out)
+    except (InferenceServerException, OSError, KeyboardInterrupt) as error:
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else str(error))

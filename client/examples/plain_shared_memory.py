@@ -7,22 +7,28 @@ Client and server must share a machine. Shared memory goes with unary calls, so 
 """
 
 import argparse
+import contextlib
 import os
+import sys
 import wave
 
 import numpy as np
 import tritonclient.grpc as grpcclient
 import tritonclient.utils.shared_memory as shm
+from tritonclient.utils import InferenceServerException
 
 
 def read_question(path: str) -> tuple[np.ndarray, int]:
     """Mono float32 samples in [-1, 1] and their rate in Hz, from a 16-bit WAV file."""
-    with wave.open(path) as wav:
-        if wav.getsampwidth() != 2:
-            raise SystemExit(f"{path} is not 16-bit PCM")
-        frames = np.frombuffer(wav.readframes(wav.getnframes()), dtype="<i2")
-        samples = frames.reshape(-1, wav.getnchannels()).mean(axis=1) / 32768
-        return samples.astype(np.float32), wav.getframerate()
+    try:
+        with wave.open(path) as wav:
+            if wav.getsampwidth() != 2 or not wav.getnframes():
+                raise SystemExit(f"{path} is not 16-bit PCM, or empty")
+            frames = np.frombuffer(wav.readframes(wav.getnframes()), dtype="<i2")
+            samples = frames.reshape(-1, wav.getnchannels()).mean(axis=1) / 32768
+            return samples.astype(np.float32), wav.getframerate()
+    except (wave.Error, EOFError):
+        raise SystemExit(f"{path} is not a PCM WAV file") from None
 
 
 def main(url: str, question: str, out: str) -> None:
@@ -40,7 +46,8 @@ def main(url: str, question: str, out: str) -> None:
                 rate.set_data_from_numpy(np.array([rate_hz], dtype=np.int32))
                 result = client.infer("smoltalk_sync", [audio, rate])
             finally:
-                client.unregister_system_shared_memory(name)
+                with contextlib.suppress(InferenceServerException):  # an error of the request says more
+                    client.unregister_system_shared_memory(name)
     finally:
         shm.destroy_shared_memory_region(region)
 
@@ -60,4 +67,7 @@ if __name__ == "__main__":
     parser.add_argument("--url", default="127.0.0.1:8001")
     parser.add_argument("--out", default="reply.wav")
     args = parser.parse_args()
-    main(args.url, args.question, args.out)
+    try:
+        main(args.url, args.question, args.out)
+    except (InferenceServerException, OSError, KeyboardInterrupt) as error:
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else str(error))

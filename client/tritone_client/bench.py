@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -107,25 +107,38 @@ class LevelReport:
         return asdict(self)
 
 
-async def run_bench(client: AsyncTritoneClient, plan: BenchPlan) -> AsyncIterator[LevelReport]:
+Note: TypeAlias = Callable[[str], None]
+
+
+async def run_bench(
+    client: AsyncTritoneClient, plan: BenchPlan, note: Note = lambda progress: None
+) -> AsyncIterator[LevelReport]:
     """Run the plan and yield a report after each level. Failed requests are counted, not raised.
+
+    Args:
+        note: told how far it is whenever that changes, e.g. `concurrency 8: 3/32`.
 
     Raises:
         TritoneError: already the warm-up fails.
     """
     options: RequestOptions = plan.options or {}
     for number in range(plan.num_warmup_requests):
+        note(f"warm-up: {number}/{plan.num_warmup_requests}")
         await client.ask(plan.prompts[number % len(plan.prompts)], **options)
     next_seed = plan.first_seed
     for concurrency in plan.concurrencies:
         seeds = range(next_seed, next_seed + plan.num_requests)
         work = list(zip(cycle(plan.prompts), seeds, strict=False))
         next_seed = seeds.stop
-        yield await _run_level(client, concurrency, work, options)
+        yield await _run_level(client, concurrency, work, options, note)
 
 
 async def _run_level(
-    client: AsyncTritoneClient, concurrency: int, work: Sequence[tuple[str, int]], options: RequestOptions
+    client: AsyncTritoneClient,
+    concurrency: int,
+    work: Sequence[tuple[str, int]],
+    options: RequestOptions,
+    note: Note,
 ) -> LevelReport:
     waiting = iter(work)
     records: list[RequestRecord] = []
@@ -133,7 +146,9 @@ async def _run_level(
     async def call_in_turn() -> None:
         for prompt, seed in waiting:
             records.append(await _measure(client, prompt, seed, options))
+            note(f"concurrency {concurrency}: {len(records)}/{len(work)}")
 
+    note(f"concurrency {concurrency}: 0/{len(work)}")
     start_s = time.perf_counter()
     async with asyncio.TaskGroup() as callers:
         for _ in range(concurrency):

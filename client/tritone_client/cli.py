@@ -1,27 +1,31 @@
 """The command `tritone`.
 
     chat  say  bench  ping                            ask a running server; this package alone is enough
-    serve  render  check  doctor  models  backends    run one; they come with `tritone[server]`
+    serve  render  check  doctor  models  backends    run one; they come with the server part
 
 Exit codes: 0 done, 1 failed (one sentence on stderr), 2 wrong usage, 130 interrupted.
+What --out names is replaced when the answer is complete, or by what came until Ctrl-C; after a failure a file
+that was there is as it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
 import json
 import os
+import re
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from tritone_client import bench
 from tritone_client.client import DEFAULT_PIPELINE, DEFAULT_URL, AsyncTritoneClient
-from tritone_client.display import choose_display
+from tritone_client.display import ProgressLine, choose_display
 from tritone_client.errors import InvalidRequest, ServerFault, TritoneError
 from tritone_client.events import AudioChunk, Done, Event
 from tritone_client.request import RequestOptions
@@ -35,6 +39,7 @@ SERVER_COMMANDS = {
     "models": "list the pipelines",
     "backends": "compose a backend directory for plain tritonserver",
 }
+SERVER_PART = "pip install '.[server,smoltalk]' in a checkout, or 'tritone[server]' from a package"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,10 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser, commands = _parser()
-    if command is None or command in SERVER_COMMANDS:
+    if command in commands.choices:
+        _check_is_text(arguments)
+    elif command is None or command in SERVER_COMMANDS:
         missing = _add_server_commands(commands)
-        if command in SERVER_COMMANDS and missing:
-            return _fail(f"`tritone {command}` needs the server part ({missing}); install `tritone[server]`")
+        if command is not None and missing:
+            return _fail(
+                f"`tritone {command}` needs the server part ({missing}); install it with {SERVER_PART}"
+            )
+    else:
+        parser.error(_unknown_command(command, [*commands.choices, *SERVER_COMMANDS]))
     args = parser.parse_args(arguments)
     if args.command is None:
         parser.print_help(sys.stderr)
@@ -74,6 +85,22 @@ def _run(arguments: list[str]) -> int:
 def _fail(sentence: str) -> int:
     print(f"tritone: {' '.join(sentence.split())}", file=sys.stderr)
     return 1
+
+
+def _unknown_command(command: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(command, known, n=1)
+    guess = f", did you mean {close[0]!r}?" if close else "."
+    return f"there is no command {command!r}{guess} The commands are {', '.join(known)}."
+
+
+def _check_is_text(arguments: Sequence[str]) -> None:
+    """Raise InvalidRequest for an argument with bytes that are no UTF-8; the shell hands over any bytes."""
+    for argument in arguments:
+        shown = argument.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        if shown != argument:
+            raise InvalidRequest(
+                f"the argument '{shown}' is not UTF-8 text; type it, or name the file, in UTF-8"
+            )
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Any]:
@@ -87,14 +114,22 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     chat.add_argument("--audio", type=Path, metavar="FILE", help="a spoken question: WAV, FLAC or MP3")
     chat.add_argument("--system", metavar="TEXT", help="how the assistant should behave")
     chat.add_argument("--modalities", metavar="LIST", help="e.g. text,audio or text; default: all there are")
-    chat.add_argument("--out", type=_wav_path, metavar="FILE.wav", help="write the spoken answer here")
+    chat.add_argument(
+        "--out", type=_wav_path, metavar="FILE.wav", help="the spoken answer; replaces a file that is there"
+    )
     _add_request_arguments(chat)
     _add_server_arguments(chat)
     chat.set_defaults(run=_chat, parser=chat)
 
     say = commands.add_parser("say", help="speak a text")
     say.add_argument("text", help="the text to speak")
-    say.add_argument("--out", type=_wav_path, metavar="FILE.wav", required=True, help="write the speech here")
+    say.add_argument(
+        "--out",
+        type=_wav_path,
+        metavar="FILE.wav",
+        required=True,
+        help="the speech; replaces a file that is there",
+    )
     _add_request_arguments(say)
     _add_server_arguments(say)
     say.set_defaults(run=_say, parser=say)
@@ -146,7 +181,7 @@ def _add_server_commands(commands: Any) -> str | None:
         from tritone.cli import add_commands
     except ImportError as error:
         for name, meaning in SERVER_COMMANDS.items():
-            commands.add_parser(name, help=f"{meaning} (needs tritone[server])")
+            commands.add_parser(name, help=f"{meaning} (needs the server part)")
         return str(error)
     add_commands(commands)
     return None
@@ -155,6 +190,9 @@ def _add_server_commands(commands: Any) -> str | None:
 def _chat(args: argparse.Namespace) -> int:
     if args.question is None and args.audio is None:
         args.parser.error("give a question, or --audio")
+    for what, text in (("question", args.question), ("system text", args.system)):
+        if text is not None and not text.strip():
+            raise InvalidRequest(f"the {what} is empty; give some words")
     options = _request_options(args)
     options["modalities"] = args.modalities
     if args.audio is not None:
@@ -168,7 +206,11 @@ def _chat(args: argparse.Namespace) -> int:
             {"role": "user", "content": _user_content(question, args.audio)},
         ]
         question = None
-    return asyncio.run(_converse(args, lambda client: client.stream(question, **options)))
+    silence = "the answer has no audio"
+    if args.modalities is not None and "audio" not in args.modalities:
+        silence = "no audio was asked for"
+    with nullcontext() if args.audio is None else _file_named(args.audio):
+        return asyncio.run(_converse(args, lambda client: client.stream(question, **options), silence))
 
 
 def _user_content(question: str | None, audio: Path | None) -> str | list[dict[str, str]]:
@@ -181,17 +223,36 @@ def _user_content(question: str | None, audio: Path | None) -> str | list[dict[s
 
 def _say(args: argparse.Namespace) -> int:
     options = _request_options(args)
-    return asyncio.run(_converse(args, lambda client: client.say(args.text, **options)))
+    silence = "none of the characters can be spoken"
+    return asyncio.run(_converse(args, lambda client: client.say(args.text, **options), silence))
+
+
+@contextmanager
+def _file_named(path: Path) -> Iterator[None]:
+    """Name the file in what a server says about the sound, of which it knows only the bytes."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if not re.match(r"audio\b", error.message):
+            raise
+        raise InvalidRequest(f"{path}: {error.message}", error.code) from None
 
 
 async def _converse(
-    args: argparse.Namespace, request: Callable[[AsyncTritoneClient], AsyncGenerator[Event, None]]
+    args: argparse.Namespace,
+    request: Callable[[AsyncTritoneClient], AsyncGenerator[Event, None]],
+    silence: str,
 ) -> int:
-    """Stream one answer to the display and, if asked for, into a WAV file."""
+    """Stream one answer to the display and, if asked for, into a WAV file.
+
+    Args:
+        request: makes the request, which reads the files of the question; so it comes before the WAV file.
+        silence: why a complete answer has no audio.
+    """
     done: Done | None = None
-    with ExitStack() as stack:
-        wav = None if args.out is None else stack.enter_context(WavWriter(args.out))
-        async with _client(args) as client, aclosing(request(client)) as events:
+    async with _client(args) as client, aclosing(request(client)) as events:
+        with ExitStack() as stack:
+            wav = None if args.out is None else stack.enter_context(WavWriter(args.out))
             display = stack.enter_context(choose_display(args.json))
             async for event in events:
                 display.show(event)
@@ -199,12 +260,16 @@ async def _converse(
                     wav.write(event)
                 if isinstance(event, Done):
                     done = event
-        if done is None:
-            raise ServerFault("the answer ended without its last event")
-        written = wav.path if wav is not None and wav.audio_s else None
-        display.summarize(done, written)
+            if done is None:
+                raise ServerFault("the answer ended without its last event")
+            written = wav.path if wav is not None and wav.audio_s else None
+            if wav is not None:
+                wav.close()
+            display.summarize(done, written)
     if wav is not None and written is None:
-        return _fail(f"the answer has no audio, so {args.out} was not written; try --modalities audio")
+        reason = done.finish_reasons.get("audio", "stop")
+        why = silence if reason == "stop" else f"the answer was ended by {reason} before any audio came"
+        return _fail(f"{why}, so {args.out} was not written")
     return 0
 
 
@@ -225,12 +290,14 @@ def _bench(args: argparse.Namespace) -> int:
 async def _run_bench(args: argparse.Namespace, plan: bench.BenchPlan) -> int:
     reports = []
     async with _client(args) as client:
-        async for report in bench.run_bench(client, plan):
-            reports.append(report)
-            if args.json:
-                print(json.dumps({"event": "level", **report.as_dict()}), flush=True)
-            else:
-                print(f"concurrency {report.concurrency}: done in {report.wall_s:.1f} s", file=sys.stderr)
+        with ProgressLine(sys.stderr) as progress:
+            async for report in bench.run_bench(client, plan, progress.show):
+                progress.clear()
+                reports.append(report)
+                if args.json:
+                    print(json.dumps({"event": "level", **report.as_dict()}), flush=True)
+                else:
+                    print(f"concurrency {report.concurrency}: done in {report.wall_s:.1f} s", file=sys.stderr)
     num_errors = sum(report.num_errors for report in reports)
     if args.json:
         summary = {
@@ -282,7 +349,11 @@ def _request_options(args: argparse.Namespace) -> RequestOptions:
 
 
 def _read_prompts(path: Path) -> tuple[str, ...]:
-    prompts = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{path} is not UTF-8 text; write one prompt per line") from None
+    prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
         raise InvalidRequest(f"{path} holds no prompts; write one per line")
     return prompts

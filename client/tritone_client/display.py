@@ -91,6 +91,28 @@ class JsonDisplay(Display):
         print(json.dumps(line, ensure_ascii=False), file=self._out, flush=True)
 
 
+class ProgressLine(AbstractContextManager["ProgressLine"]):
+    """One line on a terminal that is written over again and again; silent where `out` is no terminal."""
+
+    def __init__(self, out: TextIO):
+        self._out = out
+        self._width = 0  # of what stands there now
+
+    def show(self, text: str) -> None:
+        if self._out.isatty():
+            print(f"\r{text:<{self._width}}", end="", file=self._out, flush=True)
+            self._width = len(text)
+
+    def clear(self) -> None:
+        """Make room for other output."""
+        if self._width:
+            print(f"\r{'':{self._width}}\r", end="", file=self._out, flush=True)
+            self._width = 0
+
+    def __exit__(self, *_: Any) -> None:
+        self.clear()
+
+
 class TerminalDisplay(Display):
     """Text as it streams, and below it a live line with the audio seconds."""
 
@@ -99,7 +121,7 @@ class TerminalDisplay(Display):
         from rich.live import Live
 
         self._console = Console(highlight=False)
-        self._live = Live(console=self._console, transient=True, refresh_per_second=12)
+        self._live = Live(console=self._console, transient=True, auto_refresh=False)
         self._line = ""  # the last line of the text, still growing
         self._audio_s = 0.0
 
@@ -110,15 +132,17 @@ class TerminalDisplay(Display):
     def show(self, event: Event) -> None:
         from rich.text import Text
 
+        full: list[str] = []
         if isinstance(event, TextDelta):
             # Only the growing line is live: redrawing a text taller than the screen would repeat it.
             full, self._line = split_lines(self._line + event.text, self._console.width)
-            for line in full:
-                self._console.print(Text(line))
         elif isinstance(event, AudioChunk):
             self._audio_s += event.duration_s
         status = Text(f"♪ {self._audio_s:.1f} s of audio" if self._audio_s else "…", style="dim")
-        self._live.update(Text("\n").join([Text(self._line), status]))
+        with self._console:  # in one write: a line that is full leaves the live part as it appears above it
+            self._live.update(Text("\n").join([Text(self._line), status]), refresh=True)
+            for line in full:
+                self._console.print(Text(line))
 
     def summarize(self, done: Done, out: Path | None) -> None:
         from rich.text import Text
@@ -132,10 +156,11 @@ class TerminalDisplay(Display):
     def _stop(self) -> None:
         from rich.text import Text
 
-        self._live.stop()
-        if self._line:
-            self._console.print(Text(self._line))
-            self._line = ""
+        with self._console:
+            self._live.stop()
+            if self._line:
+                self._console.print(Text(self._line))
+                self._line = ""
 
 
 def split_lines(text: str, width: int) -> tuple[list[str], str]:

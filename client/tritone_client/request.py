@@ -118,7 +118,7 @@ def build_request(
         "instructions": instructions,
         "audio_format": _checked_audio_format(audio_format),
     }
-    inputs |= {name: _string_tensor([text.encode()]) for name, text in texts.items() if text is not None}
+    inputs |= {name: _text_tensor(name, text) for name, text in texts.items() if text is not None}
     if isinstance(audio, tuple):
         inputs |= _raw_audio_tensors(*audio)
     elif audio is not None:
@@ -151,6 +151,13 @@ def _infer_input(name: str, tensor: npt.NDArray[Any]) -> Any:
 def _string_tensor(values: Iterable[bytes]) -> npt.NDArray[np.object_]:
     # dtype object: a bytes dtype would cut trailing zeros off a file
     return np.array(list(values), dtype=np.object_)
+
+
+def _text_tensor(name: str, text: str) -> npt.NDArray[np.object_]:
+    try:
+        return _string_tensor([text.encode()])
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name} holds surrogates, which UTF-8 lacks; give whole characters") from None
 
 
 def _json(name: str, value: Any) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tritone_client.errors import BrokenStream, InvalidRequest
-
-if TYPE_CHECKING:
-    from tritone_client.events import AudioChunk, Samples
+from tritone_client.events import AudioChunk, Samples
 
 
 class Continuity:
@@ -50,17 +50,30 @@ class Continuity:
 class WavWriter:
     """Writes an answer's chunks to a WAV file as they arrive; a context manager.
 
-    int16 samples become PCM 16, float32 samples become 32-bit float WAV. The file is made at once, so that a
-    bad path is known before anything is asked, and removed again if no chunk came.
+    int16 samples become PCM 16, float32 samples become 32-bit float WAV. The chunks go into a hidden file
+    beside `path`, made at once, so that a bad path is known before anything is asked. At the end:
+
+        closed, interrupted (Ctrl-C) or cancelled    what came is at `path`, instead of a file that was there
+        left by an error                             what came is at `path`, unless a file was there
+        no chunk came                                nothing changes
 
     Raises:
-        InvalidRequest: the name does not end in .wav.
-        OSError: the file cannot be made.
+        InvalidRequest: the name does not end in .wav, or belongs to something that is no file.
+        OSError: the file cannot be made, or the one that is there may not be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = checked_wav_path(path)
-        self._file = self.path.open("wb")
+        self._target = Path(os.path.realpath(self.path))  # a link stays a link
+        self._draft = self._target.with_name(f".tritone-{secrets.token_hex(8)}.wav")
+        if self._target.exists() and not self._target.is_file():
+            raise InvalidRequest(f"{os.fspath(path)!r} is no ordinary file; give another name")
+        try:
+            if self._target.exists():
+                self._target.open("r+b").close()
+            self._file = self._draft.open("xb")
+        except OSError as error:
+            raise self._named(error) from None
         self._sound: Any = None  # soundfile.SoundFile, from the first chunk on, which knows rate and dtype
         self._continuity = Continuity()
 
@@ -76,12 +89,8 @@ class WavWriter:
         self._sound.write(chunk.samples)
 
     def close(self) -> None:
-        if self._sound is not None:
-            self._sound.close()
-        was_open, unused = not self._file.closed, self._sound is None
-        self._file.close()
-        if was_open and unused:
-            self.path.unlink(missing_ok=True)
+        """Put what came in its place; without a chunk, change nothing."""
+        self._finish(replaces=True)
 
     def __enter__(self) -> WavWriter:
         return self
@@ -89,13 +98,35 @@ class WavWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        # An interrupt or a cancelled task is no Exception: whoever stops an answer wants what was heard.
+        self._finish(replaces=not isinstance(error, Exception))
+
+    def _finish(self, replaces: bool) -> None:
+        if self._file.closed:
+            return
+        try:
+            if self._sound is not None:
+                self._sound.close()
+            self._file.close()
+            if self._sound is not None and (replaces or not self._target.exists()):
+                if self._target.exists():
+                    shutil.copymode(self._target, self._draft)
+                self._draft.replace(self._target)
+        except OSError as error:
+            raise self._named(error) from None
+        finally:
+            self._file.close()
+            self._draft.unlink(missing_ok=True)
+
+    def _named(self, error: OSError) -> OSError:
+        """The same error about the path that the caller knows."""
+        return OSError(error.errno, error.strerror, os.fspath(self.path))
 
 
 def write_wav(path: str | os.PathLike[str], samples: Samples, sample_rate_hz: int) -> None:
     """Write mono samples (int16 or float32 [n]) to a WAV file. Raises as `WavWriter` does."""
-    with checked_wav_path(path).open("wb") as file, _open_sound(file, samples, sample_rate_hz) as sound:
-        sound.write(samples)
+    with WavWriter(path) as wav:
+        wav.write(AudioChunk(samples, sample_rate_hz, sample_offset=0, index=0))
 
 
 def checked_wav_path(path: str | os.PathLike[str]) -> Path:

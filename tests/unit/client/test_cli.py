@@ -33,6 +33,18 @@ def json_lines(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def read_terminal(descriptor: int) -> str:
+    """All that is written to the other end of a terminal, which is then closed."""
+    shown = b""
+    while True:
+        try:
+            shown += os.read(descriptor, 4096)
+        except OSError:  # Linux reports the end of a terminal as an error
+            break
+    os.close(descriptor)
+    return shown.decode()
+
+
 def test_chat_prints_text_writes_audio_and_sums_up(triton, tmp_path, capsys):
     out = tmp_path / "reply.wav"
     assert main(["chat", "hi", "--url", triton.url, "--out", str(out)]) == 0
@@ -119,8 +131,69 @@ def test_say_without_audio_fails_and_leaves_no_file(triton, tmp_path, capsys):
     triton.script = [Text("a"), Done()]
     out = tmp_path / "x.wav"
     assert main(["say", "Good night", "--out", str(out), "--url", triton.url]) == 1
-    assert "no audio" in capsys.readouterr().err
+    assert f"none of the characters can be spoken, so {out} was not written" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("finish_reasons", "options", "why"),
+    [
+        ({"text": "stop"}, ["--modalities", "text"], "no audio was asked for"),
+        ({"text": "stop", "audio": "stop"}, [], "the answer has no audio"),
+        ({"text": "stop", "audio": "deadline"}, [], "was ended by deadline before any audio came"),
+    ],
+)
+def test_an_answer_without_audio_says_why(triton, tmp_path, capsys, finish_reasons, options, why):
+    triton.script = [Text("a"), Done(finish_reasons)]
+    out = tmp_path / "x.wav"
+    assert main(["chat", "hi", *options, "--out", str(out), "--url", triton.url]) == 1
+    error = capsys.readouterr().err
+    assert why in error and "--modalities audio" not in error
+
+
+def test_the_answer_may_go_where_the_question_lies(triton, tmp_path):
+    path = tmp_path / "x.wav"
+    tritone_client.write_wav(path, counting_samples(0, 4000), 16_000)
+    question = path.read_bytes()
+    assert main(["chat", "--audio", str(path), "--out", str(path), "--url", triton.url]) == 0
+    assert triton.requests[0].inputs["audio"].tolist() == [question]
+    assert soundfile.info(path).frames == 1000
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [Fail(grpc.StatusCode.INVALID_ARGUMENT, "TRITONE_INVALID_ARG: no")],
+        [Text("a"), Audio(400), Fail(grpc.StatusCode.INTERNAL, "TRITONE_INTERNAL: no")],
+        [Text("a"), Audio(400)],
+        [Text("a"), Done()],
+    ],
+    ids=["refused", "failed", "broken", "text alone"],
+)
+def test_without_an_answer_the_question_stays_as_it_was(triton, tmp_path, script):
+    triton.script = script
+    path = tmp_path / "x.wav"
+    path.write_bytes(b"RIFF")
+    assert main(["chat", "--audio", str(path), "--out", str(path), "--url", triton.url]) == 1
+    assert path.read_bytes() == b"RIFF" and list(tmp_path.iterdir()) == [path]
+
+
+def test_without_a_server_the_question_stays_as_it_was(tmp_path):
+    path = tmp_path / "x.wav"
+    path.write_bytes(b"RIFF")
+    assert main(["chat", "--audio", str(path), "--out", str(path), "--url", "127.0.0.1:1"]) == 1
+    assert path.read_bytes() == b"RIFF" and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_server_says_of_the_sound_comes_with_the_files_name(triton, tmp_path, capsys):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(b"no sound")
+    for message in ("audio cannot be read; send a WAV file", "audio_format is 'x'; use one of s16"):
+        triton.script = [Fail(grpc.StatusCode.INVALID_ARGUMENT, f"TRITONE_INVALID_ARG: {message}")]
+        assert main(["chat", "--audio", str(path), "--url", triton.url]) == 1
+    about_file, about_request = capsys.readouterr().err.splitlines()
+    assert about_file == f"tritone: {path}: audio cannot be read; send a WAV file"
+    assert about_request == "tritone: audio_format is 'x'; use one of s16"
 
 
 def test_ping(triton, capsys):
@@ -155,6 +228,29 @@ def test_bench_prints_a_table(triton, tmp_path, capsys):
     assert [request.text("text_input") for request in triton.requests[:4]] == ["one", "two", "one", "two"]
 
 
+def test_bench_says_when_a_level_is_done(triton, capsys):
+    options = ["--concurrency", "1,2", "--requests", "4", "--warmup", "0"]
+    assert main(["bench", *options, "--url", triton.url]) == 0
+    one, two = capsys.readouterr().err.splitlines()
+    assert one.startswith("concurrency 1: done in ") and two.startswith("concurrency 2: done in ")
+
+
+def test_bench_on_a_terminal_shows_how_far_it_is(triton):
+    ours, terminal = pty.openpty()
+    options = ["--concurrency", "1,2", "--requests", "3", "--url", triton.url]
+    child = subprocess.Popen(
+        [*CHILD, "bench", *options], env=CHILD_ENV, stdout=subprocess.PIPE, stderr=terminal
+    )
+    os.close(terminal)
+    shown = read_terminal(ours)
+    table, _ = child.communicate(timeout=10)
+    assert child.returncode == 0
+    steps = [step.strip() for step in shown.replace("\n", "\r").split("\r") if step.strip()]
+    counts = {n: [f"concurrency {n}: {k}/3" for k in range(4)] for n in (1, 2)}
+    assert [step for step in steps if "done" not in step] == ["warm-up: 0/1", *counts[1], *counts[2]]
+    assert table.startswith(b"concurrency")
+
+
 def test_bench_json_and_errors(triton, capsys):
     triton.script = [Fail(grpc.StatusCode.UNAVAILABLE, "TRITONE_UNAVAILABLE: busy; try later")]
     options = ["--concurrency", "2", "--requests", "4", "--warmup", "0", "--json"]
@@ -175,6 +271,11 @@ def test_bench_json_and_errors(triton, capsys):
         (["say", "hi", "--out", "/no/such/folder/x.wav"], "/no/such/folder/x.wav: No such file"),
         (["bench", "--prompts", "/no/such.txt"], "/no/such.txt: No such file"),
         (["bench", "--url", "127.0.0.1:1"], "could not reach"),
+        (["say", " ", "--out", "x.wav"], "the text is empty; give some words"),
+        (["chat", ""], "the question is empty; give some words"),
+        (["chat", "hi", "--system", ""], "the system text is empty; give some words"),
+        (["chat", "caf\udce9"], r"the argument 'caf\xe9' is not UTF-8 text"),
+        (["say", "hi", "--out", "caf\udce9.wav"], r"the argument 'caf\xe9.wav' is not UTF-8 text"),
     ],
 )
 def test_errors_are_one_sentence(arguments, sentence, capsys):
@@ -218,6 +319,26 @@ def test_wrong_usage_exits_2(arguments, capsys):
     assert "usage: tritone" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "guess"), [("server", "did you mean 'serve'?"), ("pong", "did you mean 'ping'?"), ("x", "")]
+)
+def test_a_wrong_command_lists_all_and_the_closest(monkeypatch, capsys, command, guess):
+    monkeypatch.setitem(sys.modules, "tritone", None)
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "smoltalk"])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert guess in error and ("did you mean" in error) == bool(guess)
+    assert f"{', '.join(['chat', 'say', 'bench', 'ping', *SERVER_COMMANDS])}." in error
+
+
+def test_prompts_must_be_text(tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes(b"caf\xe9\n")
+    assert main(["bench", "--prompts", str(prompts)]) == 1
+    assert f"{prompts} is not UTF-8 text" in capsys.readouterr().err
+
+
 def test_no_command_prints_help(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tritone", None)
     assert main([]) == 2
@@ -231,7 +352,8 @@ def test_server_commands_without_the_server_part(monkeypatch, capsys):
     for command in SERVER_COMMANDS:
         assert main([command, "--some-option", "x"]) == 1
         error = capsys.readouterr().err
-        assert "tritone[server]" in error and error.count("\n") == 1
+        assert "pip install '.[server,smoltalk]' in a checkout" in error
+        assert "'tritone[server]' from a package" in error and error.count("\n") == 1
 
 
 def test_server_commands_come_from_the_server_part(monkeypatch):
@@ -266,6 +388,23 @@ def test_ctrl_c_cancels_on_the_server(triton):
     assert triton.cancelled.wait(2.0)
 
 
+def test_ctrl_c_keeps_what_was_heard(triton, tmp_path):
+    triton.script = [Text("Hel"), Audio(400), Text("lo"), Hang()]
+    out = tmp_path / "x.wav"
+    out.write_bytes(b"RIFF")
+    child = subprocess.Popen(
+        [*CHILD, "chat", "--audio", str(out), "--url", triton.url, "--out", str(out)],
+        env=CHILD_ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert child.stdout.read(5) == b"Hello"
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=10)
+    assert child.returncode == 130
+    assert soundfile.info(out).frames == 400 and list(tmp_path.iterdir()) == [out]
+
+
 def test_a_reader_who_goes_away_ends_the_command_quietly(triton):
     triton.script = [*(Text("word " * 100) for _ in range(2000)), Done()]
     child = subprocess.Popen(
@@ -293,16 +432,9 @@ def test_on_a_terminal_text_streams_above_a_live_line(triton, tmp_path):
         stderr=subprocess.PIPE,
     )
     os.close(terminal)
-    shown = b""
-    while True:
-        try:
-            shown += os.read(ours, 4096)
-        except OSError:  # Linux reports the end of a terminal as an error
-            break
-    os.close(ours)
+    text = read_terminal(ours)
     _, error = child.communicate(timeout=10)
     assert child.returncode == 0, error
-    text = shown.decode()
     assert "Hello world." in text and "Next" in text
     assert "1.5 s of audio" in text
     assert "TTFT" in text and "RTF" in text

@@ -2,10 +2,13 @@
 
 import base64
 import json
+import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -78,6 +81,78 @@ def test_shared_memory_example(triton, monkeypatch, tmp_path, capsys):
     assert not list(Path("/dev/shm").glob("question_*"))
 
 
+def test_shared_memory_answer_may_go_where_the_question_lies(triton, monkeypatch, tmp_path):
+    path = tmp_path / "x.wav"
+    write_wav(path, counting_samples(0, 4000), 16_000)
+    arguments = [str(path), "--url", triton.url, "--out", str(path)]
+    run_example(monkeypatch, "plain_shared_memory.py", *arguments)
+    assert triton.requests[0].inputs["audio_input"].size == 4000
+    assert_reply(path)
+
+
+def test_sync_example_asks_the_question(triton, monkeypatch, tmp_path):
+    out = tmp_path / "reply.wav"
+    run_example(monkeypatch, "chat_sync.py", "How are you?", "--url", triton.url, "--out", str(out))
+    assert triton.requests[0].text("text_input") == "How are you?"
+    assert "modalities" not in triton.requests[0].inputs  # its answer is the one that is kept
+    assert_reply(out)
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted(EXAMPLES.glob("*.py"))])
+def test_examples_without_a_server_say_so(monkeypatch, tmp_path, name):
+    question = tmp_path / "question.wav"
+    write_wav(question, counting_samples(0, 4000), 16_000)
+    arguments = [str(question)] if name == "plain_shared_memory.py" else []
+    arguments += ["--url", "127.0.0.1:1", "--out", str(tmp_path / "reply.wav")]
+    with pytest.raises(SystemExit, match=r"127\.0\.0\.1:1") as exit_:
+        run_example(monkeypatch, name, *arguments)
+    assert "\n" not in exit_.value.code
+    assert list(tmp_path.iterdir()) == [question]
+
+
+@pytest.mark.parametrize("name", ["chat_async.py", "chat_sync.py", "plain_grpc_aio.py", "plain_grpc_sync.py"])
+def test_ctrl_c_ends_an_example_quietly(triton, tmp_path, name):
+    triton.script = [Text("Hel"), Audio(400), Text("lo"), Hang()]
+    child = subprocess.Popen(
+        [sys.executable, EXAMPLES / name, "--url", triton.url, "--out", tmp_path / "reply.wav"],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    if name == "chat_sync.py":  # waits for the whole answer first
+        while not triton.requests:
+            time.sleep(0.05)
+    else:
+        assert child.stdout.read(5) == b"Hello"
+    child.send_signal(signal.SIGINT)
+    _, error = child.communicate(timeout=10)
+    assert (child.returncode, error) == (130, b"")
+    assert triton.cancelled.wait(2.0)
+
+
+def test_plain_sync_example_shows_what_broke_the_stream(monkeypatch):
+    """A stream that is broken before the request is put into it says only that it is."""
+    from tritonclient.grpc._infer_stream import _InferStream
+
+    enqueue = _InferStream._enqueue_request
+
+    def enqueue_late(stream, request):
+        stream._handler.join()
+        enqueue(stream, request)
+
+    monkeypatch.setattr(_InferStream, "_enqueue_request", enqueue_late)
+    with pytest.raises(SystemExit, match="Connection refused"):
+        run_example(monkeypatch, "plain_grpc_sync.py", "--url", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"RIFF"])
+def test_shared_memory_example_refuses_other_files(monkeypatch, tmp_path, content):
+    question = tmp_path / "question.wav"
+    question.write_bytes(content)
+    with pytest.raises(SystemExit, match="is not a PCM WAV file"):
+        run_example(monkeypatch, "plain_shared_memory.py", str(question))
+
+
 class Generate(BaseHTTPRequestHandler):
     """Triton's generate extension, for one fixed answer: two events, or one object."""
 
@@ -142,3 +217,10 @@ def test_curl_examples_report_errors(http_triton, name):
     run = subprocess.run([EXAMPLES / name, "fail", "--url", url], capture_output=True, text=True)
     assert run.returncode != 0
     assert "TRITONE_INVALID_ARG: no" in run.stderr
+
+
+@pytest.mark.parametrize("name", ["generate.sh", "generate_stream.sh"])
+def test_curl_examples_without_a_server_say_so(name):
+    run = subprocess.run([EXAMPLES / name, "--url", "http://127.0.0.1:1"], capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "curl: (7)" in run.stderr and "Traceback" not in run.stderr

@@ -113,3 +113,8 @@ def test_senseless_requests_are_refused_before_sending(arguments, sentence):
     with pytest.raises(InvalidRequest) as error:
         build_request(**arguments)
     assert sentence in str(error.value)
+
+
+def test_half_characters_are_refused():
+    with pytest.raises(InvalidRequest, match="text_input holds surrogates"):
+        build_request("caf\udce9")

@@ -1,3 +1,5 @@
+import asyncio
+
 import numpy as np
 import pytest
 import soundfile
@@ -11,11 +13,12 @@ def chunk(offset: int, num_samples: int, dtype=np.int16, rate_hz: int = 24_000) 
     return AudioChunk(samples if dtype == np.int16 else samples.astype(dtype) / 32768, rate_hz, offset, 0)
 
 
-def test_chunks_are_in_the_file_before_the_answer_ends(tmp_path):
+def test_chunks_are_on_the_disk_before_the_answer_ends(tmp_path):
     path = tmp_path / "reply.wav"
     with WavWriter(path) as wav:
         wav.write(chunk(0, 30_000))
-        assert path.stat().st_size > 50_000
+        [draft] = tmp_path.iterdir()
+        assert draft.stat().st_size > 50_000 and draft != path
         wav.write(chunk(30_000, 500))
         assert wav.audio_s == pytest.approx(30_500 / 24_000)
     samples, rate_hz = soundfile.read(path, dtype="int16")
@@ -49,7 +52,52 @@ def test_no_chunk_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_is_there_is_replaced_when_all_chunks_came(tmp_path):
+    path, link = tmp_path / "reply.wav", tmp_path / "link.wav"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    with WavWriter(link) as wav:
+        wav.write(chunk(0, 30_000))
+        assert path.read_bytes() == b"old"
+    assert soundfile.info(path).frames == 30_000
+    assert path.stat().st_mode & 0o777 == 0o640 and link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [link, path]
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1])
+def test_an_error_leaves_a_file_that_is_there_as_it_was(tmp_path, num_chunks):
+    path = tmp_path / "reply.wav"
+    path.write_bytes(b"old")
+    with pytest.raises(BrokenStream), WavWriter(path) as wav:
+        for _ in range(num_chunks):
+            wav.write(chunk(0, 400))
+        raise BrokenStream("gone")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_no_chunk_leaves_a_file_that_is_there_as_it_was(tmp_path):
+    path = tmp_path / "reply.wav"
+    path.write_bytes(b"old")
+    with WavWriter(path):
+        pass
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, asyncio.CancelledError])
+def test_who_stops_an_answer_keeps_what_was_heard(tmp_path, stop):
+    path = tmp_path / "reply.wav"
+    path.write_bytes(b"old")
+    with pytest.raises(stop), WavWriter(path) as wav:
+        wav.write(chunk(0, 400))
+        raise stop
+    assert soundfile.info(path).frames == 400
+
+
 def test_bad_paths_are_known_at_once(tmp_path):
+    (tmp_path / "folder.wav").mkdir()
+    with pytest.raises(InvalidRequest, match="no ordinary file"):
+        WavWriter(tmp_path / "folder.wav")
     with pytest.raises(InvalidRequest, match=r"\.wav"):
         WavWriter(tmp_path / "reply.mp3")
     with pytest.raises(FileNotFoundError):
