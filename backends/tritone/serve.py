@@ -331,7 +331,7 @@ class RunningServer:
                     inbox.drain_all(self._process.pid, DRAIN_S)
             gone = guard.end(self._run(), patience=lambda: asked.times < 2)
             self._process.wait()
-            # A server that is still loading does not heed the signal, so killing it then is nothing to report.
+            # A server that is still loading does not heed the signal: killing it then is nothing to report.
             killed = not gone and self._was_ready
             say(
                 f"ended  after {self._age_s():.0f} s"
