@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from tritone import deploy as deploys
-from tritone import doctor, guard, inbox, pbtxt, repository
+from tritone import doctor, guard, inbox, pbtxt, repository, server_log
 from tritone import server as servers
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError, TritoneError
@@ -49,8 +48,6 @@ LOAD_MARGIN_S = 30.0  # of the server, on top of the slowest stage
 DRAIN_S = 5.0  # for the requests that run when the end is asked for
 GRACE_S = servers.EXIT_TIMEOUT_S + 5.0
 STUB_PATIENCE_S = 12.0  # two more pings
-NUM_ERROR_LINES = 5
-NOISE = ("CudaDriverHelper has not been initialized",)  # errors that every server without a GPU logs
 
 
 @dataclass(frozen=True)
@@ -276,7 +273,7 @@ class RunningServer:
         """
         timeout_s = self._load_timeout_s()
         deadline = time.monotonic() + timeout_s
-        progress = Progress(self.log_file)
+        progress = server_log.Progress(self.log_file)
         waiting = {deploy.pipeline.name for deploy in self._pipelines}
         reason = "the server loads its models"
         while waiting and not asked.wait(POLL_S):
@@ -380,7 +377,7 @@ class RunningServer:
         if status is None:
             return
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-        reasons = last_errors(self.log_file)
+        reasons = server_log.last_errors(self.log_file)
         detail = "".join(f"\n  {line}" for line in reasons)
         raise TritoneError(
             f"the server ended {how} {when}",
@@ -455,27 +452,6 @@ class State:
         return self.fault is not None and "Stub process" in self.fault
 
 
-class Progress:
-    """Reads a growing server log for models that finished loading."""
-
-    _LOADED = re.compile(rb"successfully loaded '([^']+)'")
-
-    def __init__(self, log: Path | None) -> None:
-        self._log = log
-        self._offset = 0
-
-    def news(self) -> list[str]:
-        """Names of the models that were loaded since the last call."""
-        if self._log is None or not self._log.exists():
-            return []
-        with self._log.open("rb") as file:
-            file.seek(self._offset)
-            text = file.read()
-        complete = text[: text.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return [name.decode() for name in self._LOADED.findall(complete)]
-
-
 def is_ready(http_url: str) -> bool:
     """Whether the server says that it and all its models are ready."""
     try:
@@ -483,22 +459,3 @@ def is_ready(http_url: str) -> bool:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False
-
-
-def last_errors(log: Path | None, limit: int = NUM_ERROR_LINES) -> list[str]:
-    """The last distinct errors in a server log, without their time stamps; those of models come first."""
-    if log is None or not log.exists():
-        return []
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [
-        match.group(1).strip()
-        for line in lines
-        if (match := re.match(r"E\d{4} [\d:.]+ \d+ \S+\] ?(.*)", line))
-    ]
-    # What follows "At:" is a traceback.
-    sentences = (error.strip('"').partition(r"\n\nAt:")[0] for error in errors)
-    distinct = [sentence for sentence in dict.fromkeys(sentences) if not sentence.startswith(NOISE)]
-    telling = [error for error in distinct if "failed to load" in error or "TRITONE_" in error]
-    # A server that could not even start its log says why in a line of its own.
-    spoke = any(re.match(r"[IWE]\d{4} ", line) for line in lines)
-    return (telling or distinct or ([] if spoke else [line for line in lines if line.strip()]))[-limit:]

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from fake_machine import FAKE_TRITONSERVER, write_deploy, write_file
 
-from tritone import doctor, guard, serve
+from tritone import doctor, guard, serve, server_log
 from tritone.errors import ConfigError, TritoneError
-from tritone.serve import Asked, Progress, ServeOptions, State
+from tritone.serve import Asked, ServeOptions, State
 from tritone.server import Interpreter, Listen, Server
 
 FREE = Listen(http=0, grpc=0, metrics=0)
@@ -85,7 +85,7 @@ class TestRunFolder:
 class TestLog:
     def test_progress_reads_only_what_is_new_and_complete(self, tmp_path: Path) -> None:
         log = tmp_path / "server.log"
-        progress = Progress(log)
+        progress = server_log.Progress(log)
         assert progress.news() == []
         with log.open("w") as file:
             file.write("I1129 successfully loaded 'a'\nI1129 successfully loaded 'b")
@@ -106,17 +106,17 @@ class TestLog:
             'E1129 22:55:02.000000 18166 model_repository_manager.cc:703] "a consequence"',
         ]
         log = write_file(tmp_path / "log", "\n".join(lines).encode())
-        assert serve.last_errors(log) == ["failed to load 'echo': no weights"]
+        assert server_log.last_errors(log) == ["failed to load 'echo': no weights"]
 
     def test_only_a_server_that_never_spoke_is_quoted_without_errors(self, tmp_path: Path) -> None:
         log = write_file(
             tmp_path / "log",
             b"a\n\nerror while loading shared libraries: libfoo.so\n",
         )
-        assert serve.last_errors(log, 1) == ["error while loading shared libraries: libfoo.so"]
+        assert server_log.last_errors(log, 1) == ["error while loading shared libraries: libfoo.so"]
         write_file(log, b"I1129 22:54:59.7 7 server.cc:1] fine\nan engine is ready\n")
-        assert serve.last_errors(log) == []
-        assert serve.last_errors(None) == []
+        assert server_log.last_errors(log) == []
+        assert server_log.last_errors(None) == []
 
 
 def test_state_speaks_only_of_changes() -> None:
