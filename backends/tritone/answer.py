@@ -44,8 +44,10 @@ class Answer:
         self._sounds: list[Array] = []  # float32, kept only for a whole answer
         self._first_s: dict[str, float] = {}
         self.finish_reasons: dict[str, str] = {}
+        self._unsent: list[bytes] = []  # encoded, of the streamed file
         self._makes_file = request.audio_format in FILE_FORMATS and "audio" in request.modalities
-        self._encoder = AudioEncoder(request.audio_format, self._rate_hz) if self._makes_file else None
+        streams_file = self._makes_file and request.stream
+        self._encoder = AudioEncoder(request.audio_format, self._rate_hz) if streams_file else None
 
     @property
     def is_empty(self) -> bool:
@@ -76,7 +78,11 @@ class Answer:
         if not self._request.stream:
             self._sounds.append(samples)
             return
-        self._event("audio", await self._off_loop(self._sound, samples, offset))
+        if self._encoder is not None:
+            await self._off_loop(self._encode, samples)
+            self._event("audio", self._encoded(self._unsent_bytes(), offset))
+        else:
+            self._event("audio", self._sound(samples, offset))
 
     async def done(self, usage: Mapping[str, Any], stage_timings: Mapping[str, Any]) -> None:
         """The last response: finish reasons, usage, seed and, if asked for, timings."""
@@ -106,9 +112,10 @@ class Answer:
                 tensors["num_output_tokens"] = c.NUM_OUTPUT_TOKENS.pack([sum(self._text_tokens)])
             if "audio" in self._request.modalities:
                 samples = np.concatenate([np.zeros(0, np.float32), *self._sounds])
-                tensors.update(await self._off_loop(self._sound, samples, 0, True))
+                tensors.update(await self._off_loop(self._sound, samples, 0))
         elif self._encoder is not None:
-            tail = await self._off_loop(self._encoder.finish)
+            await self._off_loop(self._encode, None)
+            tail = self._unsent_bytes()
             if tail:
                 tensors.update(self._encoded(tail, self._offset))
         self._event("done", tensors, final=True)
@@ -129,7 +136,18 @@ class Answer:
         self._index += 1
         self._send(tensors, final)
 
-    def _sound(self, samples: Array, offset: int, whole: bool = False) -> dict[str, Array]:
+    def _encode(self, samples: Array | None) -> None:
+        """The next samples of the file, or its end. A deadline may fall meanwhile, so what comes out is kept."""
+        assert self._encoder is not None
+        self._unsent.append(self._encoder.finish() if samples is None else self._encoder.push(samples))
+
+    def _unsent_bytes(self) -> bytes:
+        data = b"".join(self._unsent)
+        self._unsent.clear()
+        return data
+
+    def _sound(self, samples: Array, offset: int) -> dict[str, Array]:
+        """Samples complete in themselves: raw, or a whole file."""
         match self._request.audio_format:
             case "s16":
                 return {"audio_output": c.AUDIO_OUTPUT.pack(to_s16(samples)), **self._place(offset)}
@@ -137,10 +155,7 @@ class Answer:
                 return {"audio_f32": c.AUDIO_F32.pack(samples), **self._place(offset)}
             case "s16_base64":
                 return self._encoded(base64_s16(samples), offset)
-        if whole:
-            return self._encoded(encode_audio(samples, self._rate_hz, self._request.audio_format), offset)
-        assert self._encoder is not None
-        return self._encoded(self._encoder.push(samples), offset)
+        return self._encoded(encode_audio(samples, self._rate_hz, self._request.audio_format), offset)
 
     def _encoded(self, data: str | bytes, offset: int) -> dict[str, Array]:
         return {"audio_encoded": c.AUDIO_ENCODED.pack(data), **self._place(offset)}

@@ -19,6 +19,8 @@ from tritone import wire
 
 log = logging.getLogger("tritone.inbox")
 
+MESSAGES_A_TURN = 64  # of one engine; then others, and deadlines, have theirs
+
 
 def address(server: str, model: str, pid: int) -> str:
     """Where the orchestrator of a pipeline model in a server (see stage_door.server_name) listens."""
@@ -107,7 +109,7 @@ class Inbox:
 
     def _read(self, channel: wire.Channel) -> None:
         try:
-            while True:
+            for _ in range(MESSAGES_A_TURN):
                 message = channel.receive(socket.MSG_DONTWAIT)
                 match message:
                     case wire.Hello(address):

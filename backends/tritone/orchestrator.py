@@ -103,7 +103,12 @@ class Orchestrator:
     def _accept(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> None:
         task = self._loop.create_task(self._guard(values, parameters, reply))
         self._tasks[reply] = task
-        task.add_done_callback(lambda _: self._tasks.pop(reply, None))
+        task.add_done_callback(partial(self._note_gone, reply))
+
+    def _note_gone(self, reply: Reply, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(reply, None)
+        if task.cancelled():  # before its first step, so that `_guard` could not say it
+            self._fail(reply, STOPPING if self._draining else Cancelled("the request was cancelled"))
 
     async def _guard(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> None:
         """Whatever happens inside, the client gets exactly one end."""
@@ -295,8 +300,8 @@ class Orchestrator:
         async def quietly() -> None:
             try:
                 await work
-            except TritoneError as error:
-                log_info(f"{self._name}: while cleaning up: {error}")
+            except Exception as error:
+                log_info(f"{self._name}: while cleaning up: {error!r}")
 
         task = self._loop.create_task(quietly())
         self._background.add(task)

@@ -112,12 +112,17 @@ class Reply:
 
 def _check_shared_memory(outputs: Mapping[str, Array]) -> None:
     """A response that does not fit into shared memory would be lost without an end: refuse it before."""
-    size = sum(array.nbytes for array in outputs.values())
+    size = sum(map(_num_bytes, outputs.values()))
     if size > LARGE_RESPONSE_BYTES and size > shutil.disk_usage(SHARED_MEMORY).free:
         raise Unavailable(
             f"an answer of {size >> 20} MiB does not fit into the server's shared memory",
             "ask for a stream, or give the server more of it",
         )
+
+
+def _num_bytes(array: Array) -> int:
+    """Of a tensor in shared memory; a STRING array itself holds pointers only."""
+    return sum(map(len, array.flat)) if array.dtype == object else array.nbytes
 
 
 def log_info(text: str) -> None:

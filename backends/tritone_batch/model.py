@@ -54,7 +54,7 @@ class TritonPythonModel:
         try:
             results = self._door.run(chunks)
         except Exception as error:
-            return [error_response(as_error(error))] * len(chunks)
+            return [error_response(as_error(error)) for _ in chunks]  # each is sent, and freed, on its own
         return [self._response(result) for result in results]
 
     def _response(self, result):

@@ -3,9 +3,8 @@
 import os
 
 from tritone import inbox
-from tritone.errors import TritoneError
 from tritone.orchestrator import Orchestrator
-from tritone.stage_door import load_deploy, server_name
+from tritone.stage_door import as_error, load_deploy, server_name
 from tritone.triton import Reply, is_decoupled, read_inputs, read_parameters
 
 
@@ -24,8 +23,8 @@ class TritonPythonModel:
             try:
                 values = read_inputs(request, self._inputs)
                 self._orchestrator.submit(values, read_parameters(request), reply)
-            except TritoneError as error:
-                reply.fail(error)
+            except Exception as error:
+                reply.fail(as_error(error))
 
     def finalize(self):
         self._orchestrator.close()

@@ -1,0 +1,951 @@
+"""One request, whatever happens to it: one end for the client, and nothing left in any stage.
+
+The orchestrator, its BLS calls and its inbox are real; Triton is `fake_triton_backend`, and the stages are
+scripts: `Bench.script` says what the engines of a session do while its writer is being opened.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import importlib.util
+import json
+import logging
+import random
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tritone import contract, control, wire
+from tritone import deploy as deploys
+from tritone.errors import EngineLost, InvalidRequest
+
+ECHO = Path(__file__).parents[2] / "pipelines" / "echo.py"
+TEXT_OUTPUTS = [port.name for port in contract.COMMON_OUTPUTS]
+OUTPUTS = [*TEXT_OUTPUTS, *(port.name for port in contract.AUDIO_OUTPUTS)]
+SAMPLES_PER_FRAME = 80
+CANCEL_POLL_S = 0.005
+START, END, RETURNED = 1, 2, "returned"
+
+
+def load_fake():
+    """By its path: pytest's importlib mode makes no package of this folder. One for all files that use it."""
+    name, path = "fake_triton_backend", Path(__file__).with_name("fake_triton_backend.py")
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+fake = load_fake()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def triton():
+    with fake.installed():
+        yield
+
+
+def wait_until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.002)
+
+
+class StageEngine:
+    """The engine process of a stage as an orchestrator sees it: what it is told, and what it pushes."""
+
+    def __init__(self, model):
+        self.address = f"tritone-test/{uuid.uuid4().hex}"
+        self._model = model
+        self._server = wire.listen(self.address)
+        self._server.setblocking(False)
+        self._heard = []
+        self._listening = []
+        self._inbox = None
+        self._lock = threading.Lock()
+
+    def connect(self, inbox):
+        """As the loops do before they say Opened."""
+        with self._lock:
+            if self._inbox is None:
+                self._inbox = wire.connect(inbox)
+                self._inbox.send(wire.Hello(self.address))
+
+    def push(self, message):
+        inbox = self._inbox
+        if inbox is None:
+            raise wire.Disconnected("it is dead")
+        inbox.send(message)
+
+    def piece(self, session, number, values, last=False):
+        self.push(wire.Piece(session, self._model, "", number, values, last))
+
+    def finish(self, session, reason="stop"):
+        self.push(wire.Finished(session, self._model, reason, {"completion_tokens": 2}, {"total_s": 0.1}))
+
+    def fail(self, session, code, what):
+        self.push(wire.Failed(session, self._model, code, what, "do it again"))
+
+    def die(self):
+        with self._lock:
+            inbox, self._inbox = self._inbox, None
+        if inbox is not None:
+            inbox.close()
+
+    @property
+    def cancelled(self):
+        """The sessions that it was told to forget, so far."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._listening.append(wire.accept(self._server))
+        for channel in self._listening:
+            with contextlib.suppress(BlockingIOError, wire.Disconnected):
+                while True:
+                    self._heard.append(channel.receive(socket.MSG_DONTWAIT))
+        return [message.session for message in self._heard if isinstance(message, wire.Cancel)]
+
+    def close(self):
+        self.die()
+        self._server.close()
+        for channel in self._listening:
+            channel.close()
+
+
+def answer(bench, session, text):
+    """The script of a healthy pipeline: the text comes back word by word, and a frame a character."""
+    words = [f"{word} " for word in text.split()]
+    if bench.is_heard("writer", session):
+        for number, word in enumerate(words):
+            bench.writer.piece(session, number, {"text": word}, last=number == len(words) - 1)
+    bench.writer.finish(session)
+    if bench.is_heard("singer", session):
+        for number, word in enumerate(words):
+            bench.sing(session, number, word)
+        bench.singer.piece(session, len(words), {}, last=True)
+        bench.singer.finish(session)
+
+
+def silent(bench, session, text):
+    """A script that leaves the session waiting."""
+
+
+def refuse(bench, session, text):
+    """A script of a stage that takes nothing."""
+    raise InvalidRequest("that is too long", "shorten it")
+
+
+def speaks_a_word(bench, session, text):
+    """A script that gives one chunk of sound, and then nothing."""
+    if bench.is_heard("singer", session):
+        bench.sing(session, 0, "abcd")
+
+
+class Bench:
+    """An orchestrator of the echo pipeline over scripted stages. `check` is the promise of all tests here."""
+
+    def __init__(self, may_stream=True, plan=None, **settings):
+        from tritone.orchestrator import Orchestrator
+
+        deploy = deploys.from_mapping({"pipeline": str(ECHO), **settings}, "test")
+        if plan is not None:
+            deploy = dataclasses.replace(deploy, pipeline=dataclasses.replace(deploy.pipeline, plan=plan))
+        self.writer, self.singer = StageEngine("echo_writer"), StageEngine("echo_singer")
+        self.wave = fake.SequenceBatcher(self._wave)
+        self.script = answer
+        self.on_chunk = lambda call: None  # called with each RunChunk; may wait or raise
+        self.on_drop = lambda call: None
+        self.opened = {"writer": {}, "singer": {}}  # by stage: the calls that opened sessions, by session
+        self.pings = Counter()
+        self.ill = {}  # by stage: the "error" of its ping
+        self._held = []
+        self._clients = []
+        fake.MODELS.clear()
+        fake.MODELS["echo_writer"] = lambda request: self._engine_stage("writer", request)
+        fake.MODELS["echo_singer"] = lambda request: self._engine_stage("singer", request)
+        fake.MODELS["echo_wave"] = self.wave
+        self.address = f"tritone-test/{uuid.uuid4().hex}"
+        facts = deploy.pipeline.facts(deploy.checkpoint)
+        self.orchestrator = Orchestrator(deploy, facts, "echo/1", self.address, may_stream)
+
+    # -- the client's side
+
+    def ask(self, text="one two", parameters=None, outputs=OUTPUTS, decoupled=True, **values):
+        """Submit a request; the sender that its responses go to."""
+        from tritone.triton import Reply
+
+        request = fake.ClientRequest({}, outputs, decoupled=decoupled)
+        values = {"text_input": text, "stream": decoupled, "modalities": "text", **values}
+        self.orchestrator.submit(values, parameters or {}, Reply(request))
+        self._clients.append(request.sender)
+        return request.sender
+
+    def speak(self, text="abcd", **more):
+        return self.ask(text, modalities="audio", **more)
+
+    # -- the stages' side
+
+    def sing(self, session, number, text, last=False):
+        frames = np.array([[ord(character)] for character in text], np.float32)
+        self.singer.piece(session, number, {"frames": frames, "segment_end": True}, last)
+
+    def hold(self):
+        """An event to wait for inside a stage; the end of the test sets it."""
+        event = threading.Event()
+        self._held.append(event)
+        return event
+
+    def sessions(self, stage="writer", count=1):
+        """The first `count` sessions that the stage opened, waited for."""
+        wait_until(lambda: len(self.opened[stage]) >= count)
+        return list(self.opened[stage])[:count]
+
+    def is_heard(self, stage, session):
+        """Whether the orchestrator asked the stage for pieces of the session."""
+        call = self.opened[stage].get(session)
+        return call is not None and any(route.address == self.address for route in call.routes)
+
+    def _engine_stage(self, stage, request):
+        call = control.decode(request.tensors["control"][0].decode())
+        if isinstance(call, control.PingStage):
+            self.pings[stage] += 1
+            return self._reply({"error": self.ill[stage]} if stage in self.ill else {"engines": []})
+        engine = self.writer if stage == "writer" else self.singer
+        try:
+            engine.connect(call.inbox)
+            self.opened[stage][call.session] = call
+            if stage == "writer":
+                messages = json.loads(request.tensors["messages"][0])
+                self.script(self, call.session, messages[-1]["content"][0]["text"])
+        except (InvalidRequest, EngineLost) as error:  # as a door answers
+            raise fake.TritonError(error.message) from None
+        except wire.Disconnected as error:
+            raise fake.TritonError(f"the engine died: {error}") from None
+        return self._reply({"endpoint": engine.address})
+
+    def _wave(self, request):
+        call = control.decode(request.tensors["control"][0, 0].decode())
+        if isinstance(call, control.PingStage):
+            return self._reply({"error": self.ill["wave"]} if "wave" in self.ill else {"engines": []}, True)
+        if isinstance(call, control.DropStream):
+            self.on_drop(call)
+            return self._reply({}, True)
+        self.on_chunk(call)
+        num_frames = request.tensors["frames"].shape[1] if "frames" in request.tensors else 0
+        samples = np.full((1, num_frames * SAMPLES_PER_FRAME), 0.5, np.float32)
+        return fake.InferenceResponse([fake.Tensor("pcm", samples)])
+
+    def _reply(self, values, batched=False):
+        array = contract.REPLY.pack(json.dumps(values))
+        return fake.InferenceResponse([fake.Tensor("reply", array[None] if batched else array)])
+
+    # -- the end
+
+    @property
+    def is_idle(self):
+        o = self.orchestrator
+        return not (o._sessions or o._tasks or o._background)
+
+    def check(self):
+        """Every client has exactly one end, and nothing of its request is left anywhere."""
+        for event in self._held:
+            event.set()
+        wait_until(lambda: self.is_idle)
+        time.sleep(3 * CANCEL_POLL_S)  # is anybody still asked about?
+        for client in self._clients:
+            assert client.ended.is_set() and client.flags.count(1) == 1 and client.flags[-1] == 1
+            assert client.faults == []
+        assert self.wave.live == set() and self.wave.overlaps == []
+        assert not [line for _, line in fake.Logger.lines if "cannot tell a client" in line]
+
+    def close(self):
+        for event in self._held:
+            event.set()
+        if self.orchestrator._thread.is_alive():
+            self.orchestrator.close()
+        self.writer.close()
+        self.singer.close()
+
+
+class Complaints(logging.Handler):
+    """What asyncio logs: exceptions of callbacks, and of tasks that nobody asked."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(self.format(record))
+
+
+@pytest.fixture
+def make_bench(monkeypatch):
+    from tritone import orchestrator
+
+    monkeypatch.setattr(orchestrator, "CANCEL_POLL_S", CANCEL_POLL_S)
+    complaints = Complaints()
+    logging.getLogger("asyncio").addHandler(complaints)
+    benches = []
+
+    def make(**settings):
+        benches.append(Bench(**settings))
+        return benches[-1]
+
+    yield make
+    try:
+        for bench in benches:
+            bench.check()
+    finally:
+        for bench in benches:
+            bench.close()
+        benches.clear()
+        gc.collect()  # a task whose exception nobody took says so when it goes
+        logging.getLogger("asyncio").removeHandler(complaints)
+    assert complaints.lines == []
+
+
+@pytest.fixture
+def bench(make_bench):
+    return make_bench()
+
+
+# -- one end ---------------------------------------------------------------------------------------------
+
+
+def end_normally(bench):
+    return bench.ask()
+
+
+def end_normally_with_sound(bench):
+    return bench.ask(modalities="text,audio")
+
+
+def end_as_one_response(bench):
+    return bench.ask(decoupled=False)
+
+
+def refuse_the_request(bench):
+    return bench.ask(modalities="smell")
+
+
+def refuse_in_the_stage(bench):
+    bench.script = refuse
+    return bench.ask()
+
+
+def fail_in_a_stage(bench):
+    bench.script = lambda bench, session, text: bench.writer.fail(session, "INTERNAL", "a fault")
+    return bench.ask()
+
+
+def fail_in_a_chunk(bench):
+    def fault(call):
+        raise fake.TritonError("TRITONE_INTERNAL: stage wave failed; see the log")
+
+    bench.on_chunk = fault
+    return bench.speak()
+
+
+def cancel(bench):
+    bench.script = silent
+    client = bench.ask()
+    bench.sessions()
+    client.cancelled = True
+    return client
+
+
+def deadline_without_output(bench):
+    bench.script = silent
+    return bench.ask(parameters={"deadline_ms": 100})
+
+
+def deadline_with_output(bench):
+    bench.script = lambda bench, session, text: bench.writer.piece(session, 0, {"text": "one "})
+    return bench.ask(parameters={"deadline_ms": 100})
+
+
+def engine_death(bench):
+    bench.script = silent
+    client = bench.ask()
+    wait_until(lambda: any(s.endpoints for s in list(bench.orchestrator._sessions.values())))
+    bench.writer.die()
+    return client
+
+
+def stage_model_that_does_not_exist(bench):
+    def unknown(request):
+        raise fake.TritonError("Request for unknown model: 'echo_writer' is not found")
+
+    fake.MODELS["echo_writer"] = unknown
+    return bench.ask()
+
+
+ENDS = [
+    (end_normally, "done"),
+    (end_normally_with_sound, "done"),
+    (end_as_one_response, "done"),
+    (refuse_the_request, "INVALID_ARG"),
+    (refuse_in_the_stage, "INVALID_ARG"),
+    (fail_in_a_stage, "INTERNAL"),
+    (fail_in_a_chunk, "INTERNAL"),
+    (cancel, "CANCELLED"),
+    (deadline_without_output, "DEADLINE_EXCEEDED"),
+    (deadline_with_output, "done"),
+    (engine_death, "UNAVAILABLE"),
+    (stage_model_that_does_not_exist, "UNAVAILABLE"),
+]
+
+
+@pytest.mark.parametrize(("what", "end"), ENDS, ids=[what.__name__ for what, _ in ENDS])
+def test_every_request_has_exactly_one_end(bench, what, end):
+    client = what(bench)
+    assert client.outcome() == end
+    bench.check()
+
+
+def test_a_fault_of_the_plan_is_one_internal_error(make_bench):
+    def plan(request):
+        raise KeyError("speaker")
+
+    client = make_bench(plan=plan).ask()
+    assert client.outcome() == "INTERNAL" and "speaker" in client.message
+
+
+def test_a_request_that_is_submitted_as_the_drain_begins_has_an_end(bench):
+    """Both reach the event loop in the same turn."""
+    from tritone.triton import Reply
+
+    request = fake.ClientRequest({}, OUTPUTS)
+    loop, orchestrator = bench.orchestrator._loop, bench.orchestrator
+
+    def in_one_turn():
+        bench.drain = loop.create_task(orchestrator._drain())
+        orchestrator._accept({"text_input": "hi"}, {}, Reply(request))
+
+    loop.call_soon_threadsafe(in_one_turn)
+    assert request.sender.outcome(1.0) == "UNAVAILABLE"
+
+
+def test_a_streamed_answer_is_whole_and_says_how_it_ended(bench):
+    client = bench.ask("one two", modalities="text,audio")
+    assert client.outcome() == "done"
+    assert "".join(client.texts("text_output")) == "one two "
+    assert json.loads(client.texts("finish_reason")[0]) == {"text": "stop", "audio": "stop"}
+    sound = [answer["audio_output"] for answer in client.responses if "audio_output" in answer]
+    assert sum(map(len, sound)) == len("one two ") * SAMPLES_PER_FRAME
+    assert [int(answer["index"][0]) for answer in client.responses] == list(range(len(client.responses)))
+
+
+def test_what_a_deadline_cuts_off_is_sent_and_says_so(bench):
+    def script(bench, session, text):
+        bench.writer.piece(session, 0, {"text": "one "})
+        bench.sing(session, 0, "abcd")
+
+    bench.script = script
+    client = bench.ask(modalities="text,audio", parameters={"deadline_ms": 200})
+    assert client.outcome() == "done"
+    assert json.loads(client.texts("finish_reason")[0]) == {"text": "deadline", "audio": "deadline"}
+    assert client.texts("event")[-1] == "done" and "audio" in client.texts("event")
+
+
+# -- what a request leaves in the stages -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["CANCELLED", "DEADLINE_EXCEEDED"])
+def test_a_stage_that_opens_after_the_end_is_cancelled(bench, end):
+    opens = bench.hold()
+    bench.script = lambda bench, session, text: opens.wait(10)
+    client = bench.ask(parameters={"deadline_ms": 150} if end == "DEADLINE_EXCEEDED" else {})
+    (session,) = bench.sessions()
+    client.cancelled = end == "CANCELLED"
+    assert client.outcome() == end
+    assert bench.writer.cancelled == [], "its cancel would overtake the open"
+    opens.set()
+    wait_until(lambda: bench.writer.cancelled == [session])
+
+
+def test_a_refusal_after_the_end_is_no_news(bench):
+    opens = bench.hold()
+
+    def script(bench, session, text):
+        opens.wait(10)
+        raise InvalidRequest("that is too long", "shorten it")
+
+    bench.script = script
+    client = bench.ask(parameters={"deadline_ms": 100})
+    assert client.outcome() == "DEADLINE_EXCEEDED"
+    opens.set()
+    bench.check()
+    assert bench.writer.cancelled == []
+
+
+def test_stages_that_were_open_are_cancelled_when_the_next_one_refuses(bench):
+    client = refuse_in_the_stage(bench)
+    assert client.outcome() == "INVALID_ARG" and bench.singer.cancelled == []
+    client = bench.speak()
+    assert client.outcome() == "INVALID_ARG"
+    wait_until(lambda: bench.singer.cancelled == bench.sessions("singer"))
+
+
+def test_a_stage_that_finished_is_not_cancelled(bench):
+    bench.script = lambda bench, session, text: bench.writer.finish(session)
+    client = bench.speak(parameters={"deadline_ms": 150})
+    assert client.outcome() == "DEADLINE_EXCEEDED"
+    wait_until(lambda: bench.singer.cancelled)
+    assert bench.writer.cancelled == []
+
+
+def sequence_log(bench):
+    return [what for _, what in bench.wave.log]
+
+
+def end_by_cancel(bench, client):
+    client.cancelled = True
+    return "CANCELLED"
+
+
+def end_by_deadline(bench, client):
+    return "DEADLINE_EXCEEDED"
+
+
+def end_by_stage_error(bench, client):
+    bench.writer.fail(bench.sessions()[0], "INTERNAL", "a fault")
+    return "INTERNAL"
+
+
+def end_by_drain(bench, client):
+    wire.connect(bench.address).send(wire.Drain())
+    return "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("end", [end_by_cancel, end_by_deadline, end_by_stage_error, end_by_drain])
+def test_a_sequence_is_ended_once_its_running_chunk_has_returned(bench, end):
+    returns = bench.hold()
+    bench.script, bench.on_chunk = speaks_a_word, lambda call: returns.wait(10)
+    client = bench.speak(parameters={"deadline_ms": 400} if end is end_by_deadline else {})
+    wait_until(lambda: sequence_log(bench) == [START])
+    expected = end(bench, client)
+    assert client.outcome() == expected
+    time.sleep(0.05)
+    assert sequence_log(bench) == [START], "the end overtook the chunk"
+    returns.set()
+    wait_until(lambda: sequence_log(bench) == [START, RETURNED, END, RETURNED])
+
+
+def test_a_sequence_between_two_chunks_is_ended(bench):
+    bench.script = speaks_a_word
+    client = bench.speak()
+    wait_until(lambda: "audio" in client.texts("event"))
+    client.cancelled = True
+    assert client.outcome() == "CANCELLED"
+    wait_until(lambda: sequence_log(bench) == [START, RETURNED, END, RETURNED])
+
+
+def test_a_sequence_whose_chunk_failed_is_ended(bench):
+    client = fail_in_a_chunk(bench)
+    assert client.outcome() == "INTERNAL"
+    wait_until(lambda: sequence_log(bench) == [START, RETURNED, END, RETURNED])
+
+
+def test_a_drop_that_fails_is_logged_and_nothing_more(bench):
+    def fault(call):
+        raise fake.TritonError("TRITONE_UNAVAILABLE: the engine is restarting; try again")
+
+    bench.script, bench.on_drop = speaks_a_word, fault
+    client = bench.speak()
+    wait_until(lambda: "audio" in client.texts("event"))
+    client.cancelled = True
+    assert client.outcome() == "CANCELLED"
+    bench.check()
+    assert any("restarting" in line for _, line in fake.Logger.lines)
+
+
+def test_an_answer_that_ends_by_itself_ends_its_sequence_with_its_last_chunk(bench):
+    assert bench.speak("ab").outcome() == "done"
+    bench.check()
+    assert sequence_log(bench) == [START, RETURNED, END, RETURNED]
+
+
+def test_no_sequence_is_ended_that_never_began(bench):
+    bench.script = silent
+    client = bench.speak()
+    bench.sessions()
+    client.cancelled = True
+    assert client.outcome() == "CANCELLED"
+    bench.check()
+    assert bench.wave.log == []
+
+
+def test_a_sequence_is_ended_also_when_every_bls_thread_is_busy(make_bench):
+    bench = make_bench(bls_threads=1)
+    opens = bench.hold()
+
+    def script(bench, session, text):
+        if text == "busy":
+            opens.wait(10)
+
+    bench.script = script
+    client = bench.speak()
+    (session,) = bench.sessions()
+    wait_until(lambda: len(bench.orchestrator._sessions[session].endpoints) == 2)
+    busy = bench.ask("busy")
+    bench.sessions(count=2)
+    bench.sing(session, 0, "abcd")
+    wait_until(lambda: bench.orchestrator._sessions[session].chunk_calls)
+    client.cancelled = True
+    assert client.outcome() == "CANCELLED"
+    assert bench.wave.log == []
+    opens.set()
+    wait_until(lambda: sequence_log(bench) == [START, RETURNED, END, RETURNED])
+    busy.cancelled = True
+    assert busy.outcome() == "CANCELLED"
+
+
+# -- time ------------------------------------------------------------------------------------------------
+
+
+def test_no_deadline_is_lost_while_mail_keeps_arriving(make_bench):
+    """A deadline and a message often become due in one turn of the event loop."""
+    num = 60
+    bench = make_bench(max_in_flight=num)
+    bench.script = silent
+    clients = [bench.ask(parameters={"deadline_ms": 400 + 5 * i}) for i in range(num)]
+    sessions = bench.sessions(count=num)
+    began_s, number = time.monotonic(), 0
+    while not all(client.ended.is_set() for client in clients):
+        assert time.monotonic() < began_s + 3, "a deadline was lost"
+        for session in sessions:
+            bench.writer.piece(session, number, {"text": "w "})
+        number += 1
+        time.sleep(0.002)
+    assert {client.outcome() for client in clients} == {"done"}
+    assert all(json.loads(c.texts("finish_reason")[0]) == {"text": "deadline"} for c in clients)
+
+
+@pytest.mark.parametrize("stage", ["writer", "singer"])
+def test_an_engine_that_dies_before_its_open_is_answered_ends_the_request_at_once(bench, stage):
+    def script(bench, session, text):
+        engine = getattr(bench, stage)
+        engine.die()
+        wait_until(lambda: engine.address in bench.orchestrator._lost_s)
+
+    bench.script = script
+    began_s = time.monotonic()
+    client = bench.speak()
+    assert client.outcome(2.0) == "UNAVAILABLE" and f"engine of stage {stage} died" in client.message
+    assert time.monotonic() - began_s < 1.0, "it waited for something"
+
+
+def test_a_dead_engine_ends_its_own_sessions_only(make_bench):
+    bench = make_bench(max_in_flight=4)
+    bench.script = silent
+    text, speech = bench.ask(), bench.speak()
+    sessions = bench.sessions(count=2)
+    wait_until(lambda: sum(len(s.endpoints) for s in list(bench.orchestrator._sessions.values())) == 3)
+    bench.singer.die()
+    assert speech.outcome() == "UNAVAILABLE"
+    assert not text.ended.is_set()
+    (session,) = [session for session in sessions if session not in bench.opened["singer"]]
+    answer(bench, session, "hi")
+    assert text.outcome() == "done"
+
+
+def test_silence_of_healthy_stages_lasts_until_the_deadline(make_bench):
+    bench = make_bench(stall_s=0.1)
+    bench.script = silent
+    client = bench.ask(parameters={"deadline_ms": 600})
+    assert client.outcome() == "DEADLINE_EXCEEDED"
+    assert bench.pings["writer"] >= 2, "nobody looked after the stage"
+
+
+def test_silence_of_a_stage_that_is_ill_ends_the_request(make_bench):
+    bench = make_bench(stall_s=0.1)
+    bench.script, bench.ill["writer"] = silent, "its loop has not turned for 40 s"
+    client = bench.ask()
+    assert client.outcome(2.0) == "UNAVAILABLE" and "not turned for 40 s" in client.message
+
+
+def test_silence_ends_the_request_when_the_door_of_the_stage_does_not_answer_a_ping(make_bench, monkeypatch):
+    from tritone import orchestrator
+
+    monkeypatch.setattr(orchestrator, "PING_TIMEOUT_S", 0.1)
+    bench = make_bench(stall_s=0.1)
+    bench.script, pongs = silent, bench.hold()
+    writer = fake.MODELS["echo_writer"]
+
+    def deaf_to_pings(request):
+        if b'"ping"' in request.tensors["control"][0]:
+            pongs.wait(10)
+        return writer(request)
+
+    fake.MODELS["echo_writer"] = deaf_to_pings
+    client = bench.ask()
+    assert client.outcome(2.0) == "UNAVAILABLE" and "did not answer" in client.message
+
+
+def test_an_illness_of_a_stage_that_is_not_waited_for_disturbs_nobody(make_bench):
+    bench = make_bench(stall_s=0.1)
+    bench.script, bench.ill["singer"] = silent, "it is restarting"
+    client = bench.ask(parameters={"deadline_ms": 400})
+    assert client.outcome() == "DEADLINE_EXCEEDED" and bench.pings["writer"]
+
+
+# -- who may come in, and how the server ends ------------------------------------------------------------
+
+
+def test_the_whole_answer_twin_refuses_to_stream(make_bench):
+    bench = make_bench(may_stream=False)
+    client = bench.ask(decoupled=False, stream=True)
+    assert client.outcome() == "INVALID_ARG" and "call echo" in client.message
+    assert not bench.opened["writer"]
+    assert bench.ask(decoupled=False, stream=False).outcome() == "done"
+
+
+def hung_up_after(channel):
+    """A future of when (time.monotonic()) the other end hangs up."""
+    when = Future()
+
+    def wait():
+        with contextlib.suppress(wire.Disconnected):
+            while True:
+                channel.receive()
+        when.set_result(time.monotonic())
+
+    threading.Thread(target=wait, daemon=True).start()
+    return when
+
+
+def test_a_drain_ends_what_runs_refuses_what_comes_and_hangs_up_last(bench):
+    returns = bench.hold()
+    bench.script, bench.on_chunk = speaks_a_word, lambda call: returns.wait(10)
+    running = [bench.ask(), bench.speak()]
+    wait_until(lambda: sequence_log(bench) == [START])
+    requester = wire.connect(bench.address)
+    requester.send(wire.Drain())
+    hung_up = hung_up_after(requester)
+    for client in running:
+        assert client.outcome() == "UNAVAILABLE" and "shutting down" in client.message
+    late = bench.ask()
+    assert late.outcome() == "UNAVAILABLE" and "shutting down" in late.message
+    time.sleep(0.05)
+    assert not hung_up.done(), "a sequence has yet to be ended"
+    returns.set()
+    hung_up.result(5)
+    assert sequence_log(bench) == [START, RETURNED, END, RETURNED]
+    requester.close()
+
+
+def test_a_drain_of_an_idle_orchestrator_hangs_up_at_once(bench):
+    requester = wire.connect(bench.address)
+    requester.send(wire.Drain())
+    hung_up_after(requester).result(2)
+    requester.close()
+
+
+def test_a_close_ends_what_runs(bench):
+    bench.script = silent
+    client = bench.ask()
+    bench.sessions()
+    bench.orchestrator.close()
+    assert client.outcome(0.1) == "UNAVAILABLE" and "shutting down" in client.message
+
+
+def test_one_more_than_max_in_flight_is_refused_and_the_others_are_unharmed(make_bench):
+    bench = make_bench(max_in_flight=2)
+    bench.script = silent
+    clients = [bench.ask(), bench.ask()]
+    sessions = bench.sessions(count=2)
+    surplus = bench.ask()
+    assert surplus.outcome() == "UNAVAILABLE" and "max_in_flight is 2" in surplus.message
+    for session in sessions:
+        answer(bench, session, "fine")
+    assert [client.outcome() for client in clients] == ["done", "done"]
+    bench.script = answer
+    wait_until(lambda: bench.is_idle)
+    assert bench.ask().outcome() == "done", "a place that was given up is free"
+
+
+def test_a_ping_says_how_every_stage_is(bench):
+    client = bench.ask(op="ping")
+    assert client.outcome() == "done"
+    info = json.loads(client.texts("info")[0])
+    assert set(info["stages"]) == {"writer", "singer", "wave"} and info["sessions"] == 0
+    bench.ill["wave"] = "its engine is restarting"
+    client = bench.ask(op="ping")
+    assert client.outcome() == "UNAVAILABLE" and "stage wave is not ready" in client.message
+
+
+def test_an_unknown_op_is_refused(bench):
+    assert bench.ask(op="dance").outcome() == "INVALID_ARG"
+
+
+# -- mail ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numbers", [(1,), (0, 0), (0, 2)])
+def test_pieces_out_of_order_are_an_internal_error(bench, numbers):
+    def script(bench, session, text):
+        for number in numbers:
+            bench.writer.piece(session, number, {"text": "w "})
+
+    bench.script = script
+    client = bench.ask()
+    assert client.outcome() == "INTERNAL" and f"piece {numbers[-1]} of stage writer" in client.message
+
+
+def test_mail_of_a_session_that_is_unknown_or_over_is_ignored(bench):
+    first = bench.ask()
+    assert first.outcome() == "done"
+    (session,) = bench.sessions()
+    so_far = len(first.responses)
+    for stale in (session, "echo/1-999", ""):
+        bench.writer.piece(stale, 0, {"text": "late "})
+        bench.writer.fail(stale, "INTERNAL", "late")
+        bench.writer.finish(stale)
+    assert bench.ask().outcome() == "done"
+    assert len(first.responses) == so_far
+
+
+def test_mail_of_a_stage_that_the_pipeline_does_not_have_ends_its_session_only(bench):
+    bench.script = lambda bench, session, text: bench.writer.push(
+        wire.Piece(session, "stranger", "", 0, {"text": "w "}, False)
+    )
+    assert bench.ask().outcome() == "INTERNAL"
+    bench.script = answer
+    assert bench.ask().outcome() == "done"
+
+
+# -- what a client receives ------------------------------------------------------------------------------
+
+
+def test_only_the_requested_outputs_are_sent(bench):
+    client = bench.ask(outputs=["text_output", "event"])
+    assert client.outcome() == "done"
+    assert all(set(response) == {"text_output", "event"} for response in client.responses)
+
+
+def loud(bench, session, text):
+    """A script for an answer of 2 MiB of 16-bit samples."""
+    bench.singer.piece(session, 0, {"frames": np.zeros((13108, 1), np.float32), "segment_end": True}, True)
+    bench.singer.finish(session)
+    bench.writer.finish(session)
+
+
+def fill_shared_memory(monkeypatch, free_bytes):
+    from tritone import triton
+
+    usage = triton.shutil.disk_usage("/")
+    monkeypatch.setattr(triton.shutil, "disk_usage", lambda path: usage._replace(free=free_bytes))
+
+
+@pytest.mark.parametrize("audio_format", ["s16", "f32", "wav"])
+def test_an_answer_larger_than_the_free_shared_memory_is_refused(bench, monkeypatch, audio_format):
+    fill_shared_memory(monkeypatch, 1 << 20)
+    bench.script = loud
+    client = bench.speak(decoupled=False, audio_format=audio_format)
+    assert client.outcome() == "UNAVAILABLE" and "shared memory" in client.message
+
+
+def test_an_answer_that_fits_the_free_shared_memory_is_sent(bench, monkeypatch):
+    fill_shared_memory(monkeypatch, 8 << 20)
+    bench.script = loud
+    assert bench.speak(decoupled=False).outcome() == "done"
+
+
+def test_the_cancel_watcher_outlives_an_exception(bench):
+    bench.script = silent
+    faulty, left = bench.ask(), bench.ask()
+    bench.sessions(count=2)
+    faulty.cancel_fault = RuntimeError("the server does not say")
+    wait_until(lambda: any("does not say" in line for _, line in fake.Logger.lines))
+    left.cancelled = True
+    assert left.outcome() == "CANCELLED"
+    faulty.cancel_fault, faulty.cancelled = None, True
+    assert faulty.outcome() == "CANCELLED"
+
+
+def test_compressing_sound_holds_up_nobody_else(bench, monkeypatch):
+    encoding, encoded = threading.Event(), bench.hold()
+
+    class SlowEncoder:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def push(self, samples):
+            encoding.set()
+            encoded.wait(10)
+            return b"sound"
+
+        def finish(self):
+            return b"."
+
+    monkeypatch.setattr("tritone.answer.AudioEncoder", SlowEncoder)
+    slow = bench.speak(audio_format="opus")
+    assert encoding.wait(5)
+    other = bench.ask("quick")
+    assert other.outcome(2.0) == "done" and "".join(other.texts("text_output")) == "quick "
+    assert not slow.ended.is_set()
+    encoded.set()
+    assert slow.outcome() == "done"
+
+
+# -- all of it at once -----------------------------------------------------------------------------------
+
+
+def disorder(bench, session, text):
+    bench.writer.piece(session, 7, {"text": "w "})
+
+
+def fail(bench, session, text):
+    bench.writer.fail(session, "INTERNAL", "a fault")
+
+
+def die(bench, session, text):
+    random.choice([bench.writer, bench.singer]).die()
+
+
+SCRIPTS = [answer, silent, speaks_a_word, disorder, refuse, fail, die]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fifty_requests_of_all_fates_leave_nothing(make_bench, seed):
+    rng = random.Random(seed)
+    bench = make_bench(max_in_flight=24, bls_threads=4, stall_s=0.1)
+
+    def script(bench, session, text):
+        time.sleep(rng.choice([0, 0, 0.02]))
+        {script.__name__: script for script in SCRIPTS}[text](bench, session, text)
+
+    def chunk(call):
+        time.sleep(rng.choice([0, 0, 0.02]))
+        if rng.random() < 0.1:
+            raise fake.TritonError("TRITONE_INTERNAL: stage wave failed; see the log")
+
+    bench.script, bench.on_chunk = script, chunk
+    clients = []
+    for _ in range(50):
+        clients.append(
+            bench.ask(
+                rng.choice(SCRIPTS).__name__,
+                parameters={"deadline_ms": rng.randint(1, 600)},
+                modalities=rng.choice(["text", "audio", "text,audio"]),
+                decoupled=rng.random() < 0.7,
+            )
+        )
+        if rng.random() < 0.3:
+            rng.choice(clients).cancelled = True
+        time.sleep(rng.choice([0, 0.002, 0.02]))
+    ends = Counter(client.outcome() for client in clients)
+    assert len(ends) > 3 and "UNMARKED" not in ends, ends
+    bench.check()
+    bench.script, bench.on_chunk = answer, lambda call: None
+    assert bench.speak().outcome() == "done"
