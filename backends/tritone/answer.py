@@ -137,7 +137,7 @@ class Answer:
         self._send(tensors, final)
 
     def _encode(self, samples: Array | None) -> None:
-        """The next samples of the file, or its end. A deadline may fall meanwhile, so what comes out is kept."""
+        """The next samples of the file, or its end. What comes out is kept: a deadline may fall meanwhile."""
         assert self._encoder is not None
         self._unsent.append(self._encoder.finish() if samples is None else self._encoder.push(samples))
 

@@ -158,11 +158,12 @@ class Orchestrator:
         return session
 
     async def _serve(self, session: Session) -> None:
-        deadline_s = session.request.deadline_s
+        deadline_s, complete = session.request.deadline_s, False
         try:
             async with asyncio.timeout(deadline_s):
                 await self._open(session)
                 await self._run(session)
+                complete = True
         except TimeoutError:
             if session.answer.is_empty:
                 raise DeadlineExceeded(
@@ -171,7 +172,7 @@ class Orchestrator:
                 ) from None
         finally:
             self._close(session)
-        await self._finish(session)
+        await self._finish(session, complete)
 
     async def _open(self, session: Session) -> None:
         """Open the stages that batch by themselves, consumers first, so that nothing arrives unannounced."""
@@ -269,14 +270,14 @@ class Orchestrator:
         session.usage.update(end.usage)
         session.timings[name] = {key: round(value, 6) for key, value in end.timings.items()}
 
-    async def _finish(self, session: Session) -> None:
-        """Send `done`. A modality that the deadline cut off says so."""
+    async def _finish(self, session: Session, complete: bool) -> None:
+        """Send `done`. A modality that the deadline cut off says so; text may have ended before speech did."""
         for modality in session.request.modalities:
             maker = session.routing.maker(modality)
             if maker is None:
                 continue
-            cut = modality == "audio" and bool(session.chunk_calls)
-            reason = "deadline" if cut else session.finished.get(maker, "deadline")
+            ended = complete or modality == "text"
+            reason = session.finished.get(maker, "deadline") if ended else "deadline"
             session.answer.finish_reasons[modality] = reason
         await session.answer.done(session.usage, session.timings)
 
