@@ -271,7 +271,7 @@ class Orchestrator:
         session.timings[name] = {key: round(value, 6) for key, value in end.timings.items()}
 
     async def _finish(self, session: Session, complete: bool) -> None:
-        """Send `done`. A modality that the deadline cut off says so; text may have ended before speech did."""
+        """Send `done`. A modality that the deadline cut off says so; text may end long before speech."""
         for modality in session.request.modalities:
             maker = session.routing.maker(modality)
             if maker is None:
