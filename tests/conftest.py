@@ -1,0 +1,7 @@
+"""What every test may rely on."""
+
+import signal
+
+# A job in the background of a shell starts with SIGINT ignored, and its children would inherit that: the tests
+# that interrupt a program would then wait for nothing.
+signal.signal(signal.SIGINT, signal.default_int_handler)
