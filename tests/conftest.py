@@ -2,6 +2,6 @@
 
 import signal
 
-# A job in the background of a shell starts with SIGINT ignored, and its children would inherit that: the tests
-# that interrupt a program would then wait for nothing.
+# A job in the background of a shell starts with SIGINT ignored, and its children inherit that: tests that
+# interrupt a program would then wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)

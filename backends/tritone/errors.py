@@ -28,8 +28,8 @@ class TritoneError(Exception):
 
     def __init__(self, what: str, cure: str = "") -> None:
         super().__init__(what)
-        self.what = what
-        self.cure = cure
+        self.what = _shown(what)
+        self.cure = _shown(cure)
 
     @property
     def message(self) -> str:
@@ -92,10 +92,23 @@ def from_code(code: str, what: str, cure: str = "") -> TritoneError:
     return _BY_CODE.get(code, TritoneError)(what, cure)
 
 
+MAX_SENTENCE_CHARACTERS = 300
+MAX_WORD_CHARACTERS = 64
+
+
+def _shown(sentence: str) -> str:
+    """A sentence as it may be shown: what it repeats of a caller may be long or hold control characters."""
+    cut = sentence[:MAX_SENTENCE_CHARACTERS]
+    printable = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    return printable + ("…" if len(sentence) > MAX_SENTENCE_CHARACTERS else "")
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """What to do about an unknown `word`: the closest known one, else all of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    close = (
+        difflib.get_close_matches(word, names, n=1, cutoff=0.6) if len(word) <= MAX_WORD_CHARACTERS else []
+    )
     if close:
         return f"did you mean '{close[0]}'?"
     return "known: " + ", ".join(names) if names else "nothing is accepted here"

@@ -18,6 +18,7 @@ from tritone.deploy import Deploy
 from tritone.pipeline import Batching, Stage
 from tritone.ports import Port
 
+SPARE_SEQUENCES = 8  # for pings, beside the streams of the pipeline model and its twin
 HEADER = "# Rendered by `tritone render {pipeline}` from deploy.yaml: edit that, not this.\n"
 
 
@@ -99,7 +100,7 @@ def _stage_config(deploy: Deploy, stage: Stage) -> pb.ModelConfig:
         batching = config.sequence_batching
         # The default of 1 s would end a stream that is paced by a listener.
         batching.max_sequence_idle_microseconds = int((settings.lease_s + 10) * 1e6)
-        batching.oldest.max_candidate_sequences = 2 * deploy.max_in_flight
+        batching.oldest.max_candidate_sequences = 2 * deploy.max_in_flight + SPARE_SEQUENCES
         batching.oldest.max_queue_delay_microseconds = int(settings.max_queue_delay_ms * 1e3)
     kind = pb.ModelInstanceGroup.KIND_GPU if settings.device == "gpu" else pb.ModelInstanceGroup.KIND_CPU
     config.instance_group.add(kind=kind, count=settings.instances)

@@ -16,6 +16,7 @@ from tritone.sampling import Sampling
 
 MEDIA = ("image", "audio", "video")
 ROLES = ("system", "user", "assistant")
+MAX_NAME_CHARACTERS = 256
 MAX_DRAWN_SEED = (1 << 53) - 1  # every JSON reader repeats it exactly
 
 
@@ -76,6 +77,11 @@ def read_request(
     """
     pipeline = deploy.pipeline
     _check_parameters(parameters)
+    for name in ("modalities", "speaker", "language", "audio_format"):
+        if len(values.get(name) or "") > MAX_NAME_CHARACTERS:
+            raise InvalidRequest(
+                f"{name} has {len(values[name])} characters", f"send at most {MAX_NAME_CHARACTERS}"
+            )
     if values.get("session"):
         raise InvalidRequest("session is reserved for live audio input", "leave it out")
     if values.get("stream") and not may_stream:

@@ -52,9 +52,9 @@ def _number(low: float, high: float, low_open: bool = False) -> Any:
     def read(name: str, value: Any) -> float:
         try:
             number = float("x" if isinstance(value, bool) else value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise InvalidRequest(
-                f"{name} is {value!r}, not a number", f"give a number up to {high:g}"
+                f"{name} is {value!r:.40}, not a number of a sensible size", f"give a number up to {high:g}"
             ) from None
         if not low <= number <= high or (low_open and number == low):
             raise InvalidRequest(

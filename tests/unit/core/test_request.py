@@ -107,6 +107,12 @@ USER = {"role": "user", "content": "Hi"}
             {},
             ["content[0]", "'x'"],
         ),
+        ({"text_input": "a", "speaker": "heartx" * 100}, {}, ["speaker", "600", "256"]),
+        (
+            {"text_input": "a", "sampling_parameters": '{"temperature": 1' + "0" * 400 + "}"},
+            {},
+            ["temperature", "sensible size"],
+        ),
         ({"text_input": "a"}, {"deadline_ms": "soon"}, ["deadline_ms", "soon"]),
         ({"text_input": "a"}, {"deadlin_ms": 5}, ["deadlin_ms", "did you mean 'deadline_ms'"]),
         ({"text_input": "a"}, {"max_tokens": 5}, ["max_tokens", "sampling_parameters"]),
