@@ -10,9 +10,8 @@ from tritone.deploy import Chunks
 from tritone.ports import Array
 from tritone.stream import FrameBuffer, FrameChunk
 
-CallChunk = Callable[
-    [FrameChunk, bool], Awaitable[Array]
-]  # the chunk, and whether it is the first: its samples
+CallChunk = Callable[[FrameChunk, bool], Awaitable[Array]]
+"""Takes a chunk and whether it is the stream's first; gives its samples, mono float32 [n]."""
 
 
 class ChunkFeed:
