@@ -16,12 +16,13 @@ import difflib
 import json
 import os
 import re
+import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tritone_client import bench
 from tritone_client.client import DEFAULT_PIPELINE, DEFAULT_URL, AsyncTritoneClient
@@ -30,6 +31,8 @@ from tritone_client.errors import InvalidRequest, ServerFault, TritoneError
 from tritone_client.events import AudioChunk, Done, Event
 from tritone_client.request import RequestOptions
 from tritone_client.wav import WavWriter, checked_wav_path
+
+_Result = TypeVar("_Result")
 
 SERVER_COMMANDS = {
     "serve": "start a Triton server with pipelines",
@@ -60,6 +63,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("TRITONE_DEBUG"):
             raise
         return _fail(f"{type(error).__name__}: {error}; this is a bug, TRITONE_DEBUG=1 shows where")
+
+
+def _await(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run `work` to its end; Ctrl-C cancels it and raises KeyboardInterrupt.
+
+    The handler of asyncio.run alone sleeps through an interrupt that comes just as its loop goes to sleep:
+    nothing wakes the loop then. A handler of the loop's own has a file descriptor that does.
+    """
+
+    async def interruptible() -> _Result:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(interruptible())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def _run(arguments: list[str]) -> int:
@@ -210,7 +232,7 @@ def _chat(args: argparse.Namespace) -> int:
     if args.modalities is not None and "audio" not in args.modalities:
         silence = "no audio was asked for"
     with nullcontext() if args.audio is None else _file_named(args.audio):
-        return asyncio.run(_converse(args, lambda client: client.stream(question, **options), silence))
+        return _await(_converse(args, lambda client: client.stream(question, **options), silence))
 
 
 def _user_content(question: str | None, audio: Path | None) -> str | list[dict[str, str]]:
@@ -224,7 +246,7 @@ def _user_content(question: str | None, audio: Path | None) -> str | list[dict[s
 def _say(args: argparse.Namespace) -> int:
     options = _request_options(args)
     silence = "none of the characters can be spoken"
-    return asyncio.run(_converse(args, lambda client: client.say(args.text, **options), silence))
+    return _await(_converse(args, lambda client: client.say(args.text, **options), silence))
 
 
 @contextmanager
@@ -284,7 +306,7 @@ def _bench(args: argparse.Namespace) -> int:
         num_warmup_requests=args.warmup,
         options=options,
     )
-    return asyncio.run(_run_bench(args, plan))
+    return _await(_run_bench(args, plan))
 
 
 async def _run_bench(args: argparse.Namespace, plan: bench.BenchPlan) -> int:
@@ -320,7 +342,7 @@ async def _run_bench(args: argparse.Namespace, plan: bench.BenchPlan) -> int:
 
 
 def _ping(args: argparse.Namespace) -> int:
-    stages = asyncio.run(_run_ping(args))
+    stages = _await(_run_ping(args))
     down = [f"{name} ({state['error']})" for name, state in stages.items() if "error" in state]
     if down:
         return _fail(f"{args.pipeline} at {args.url} is not ready: {', '.join(down)}")
