@@ -4,7 +4,7 @@
 # make setup weights lint format clean
 #
 # PYTHON, VENV           the interpreter to use, and where to install
-# TORCH_INDEX            an index to install torch from, where the usual one gives CUDA builds
+# TORCH_INDEX            an index to install torch and torchvision from, where the usual one gives CUDA builds
 # PIPELINE               for demo and serve
 # PROMPT, AUDIO, OUT     for demo: the question, typed or spoken, and the file for the answer
 # ARGS                   for serve and for pytest
@@ -42,6 +42,7 @@ setup: $(SERVE_READY)
 
 weights: $(SERVE_READY)
 	@$(BIN)/python build/smoltalk.py
+	@$(BIN)/python build/qwen3_omni_tiny.py
 
 lint: $(TEST_READY)
 	$(BIN)/ruff check $(SOURCES)
@@ -60,11 +61,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(SERVE_READY): pyproject.toml requirements.lock | $(BIN)/python
-	$(if $(TORCH_INDEX),$(INSTALL) --index-url '$(TORCH_INDEX)' torch)
+	$(if $(TORCH_INDEX),$(INSTALL) --index-url '$(TORCH_INDEX)' torch torchvision)
 	@echo 'installing into $(VENV), once; a few minutes'
-	$(INSTALL) -e '.[server,smoltalk]'
+	$(INSTALL) -e '.[server,smoltalk,qwen3-omni]'
 	@touch $@
 
 $(TEST_READY): pyproject.toml requirements.lock | $(SERVE_READY)
-	$(INSTALL) -e '.[server,smoltalk,client,test,dev]'
+	$(INSTALL) -e '.[server,smoltalk,qwen3-omni,client,test,dev]'
 	@touch $@

@@ -23,13 +23,39 @@ the last one `done`; with `stream` false it gives one response with everything. 
 not decoupled. Every input is optional; a prompt (`text_input`, `messages` or media) is needed. A conversation
 in `messages` that ends with the assistant's words is spoken as it is.
 """
+MEDIA = """\
+## Media
+
+Encoded files go into `image`, `audio` and `video`, one element a file, as they are or as base64 text (a data
+URI is accepted too). With `text_input` they come before the words: images, audio, videos. In `messages` the
+n-th part of a kind, `{"type": "image"}`, stands for the n-th element of that tensor; raw samples
+(`audio_input`) are the one `{"type": "audio"}`. The model configuration publishes what a request may bring:
+`max_media_parts`, `max_image_bytes`, `max_image_pixels`, `max_audio_bytes`, `max_audio_s`, `max_video_bytes`,
+`max_video_s` (bytes: of one file as it is sent).
+"""
+DONE = """\
+## The last response
+
+`finish_reason` maps each modality to one of
+
+{reasons}
+
+`info` holds
+
+- `seed`: repeats the answer.
+- `usage`: `prompt_tokens` and `completion_tokens` of the stage that writes the text, `codec_frames` of the
+  speech, `audio_s`, and under `stages` all that each stage counts. What no stage counts is left out.
+- `timings`, with `return_timings`: `ttft_s`, `ttfp_s`, `total_s` on the server's clock and under `stages`
+  seconds by stage: `total_s` and `first_output_s` since the stage was opened; of a stage that is called a
+  chunk at a time `calls` and `calls_s`. Both hold waits for input and for other requests.
+"""
 TAIL = """\
 ## Errors
 
 `TRITONE_<CODE>: what is wrong; what to do`, with Triton's code: INVALID_ARG, NOT_FOUND, UNSUPPORTED,
 UNAVAILABLE (try again later), CANCELLED or INTERNAL. DEADLINE_EXCEEDED comes with Triton's code CANCELLED, if
 nothing was made in time; a deadline that passes in the middle of an answer is no error: the answer ends with
-the finish reason `deadline`. Other finish reasons are `stop` and `length`.
+the finish reason `deadline`.
 
 Triton itself checks names, dtypes and shapes of tensors before Tritone sees them, in its own words.
 """
@@ -39,8 +65,11 @@ PARAMETER_DOCS = {
     "priority": "reserved",
     "traceparent": "reserved",
     "initial_codec_chunk_frames": "codec frames of the first audio chunk",
-    "codec_chunk_frames": "codec frames of every later one",
+    "codec_chunk_frames": "codec frames of every later one, as soon as growth allows",
+    "codec_chunk_growth": "at most so many times the chunk before, rounded up (1 or more); 0: no such bound",
+    "use_audio_in_video": "hear the sound of the videos too; only where `video` is taken",
 }
+PARAMETER_KINDS = {float: "int or numeric string"}
 
 
 def table(ports: Iterable[Port]) -> str:
@@ -61,16 +90,19 @@ def page() -> str:
         for name in pipelines.names()
     )
     parameters = "\n".join(
-        f"| `{name}` | {kind.__name__} | {PARAMETER_DOCS[name]} |"
+        f"| `{name}` | {PARAMETER_KINDS.get(kind, kind.__name__)} | {PARAMETER_DOCS[name]} |"
         for name, kind in contract.PARAMETERS.items()
     )
+    reasons = "\n".join(f"- `{reason}`: {doc}" for reason, doc in contract.FINISH_REASONS.items())
     return "\n".join(
         (
             HEAD,
             f"## Inputs\n\n{table(inputs.values())}\n",
             f"What each pipeline takes as a prompt:\n\n{takes}\n",
+            MEDIA,
             f"## Request parameters\n\n| parameter | type | meaning |\n|---|---|---|\n{parameters}\n",
             f"## Outputs\n\n{table(outputs.values())}\n",
+            DONE.format(reasons=reasons),
             TAIL,
         )
     )

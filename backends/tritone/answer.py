@@ -13,6 +13,7 @@ import numpy as np
 
 from tritone import contract as c
 from tritone.audio import AudioEncoder, base64_s16, encode_audio, to_s16
+from tritone.busy import BusyTimes
 from tritone.ports import Array
 from tritone.request import Request
 
@@ -84,20 +85,30 @@ class Answer:
         else:
             self._event("audio", self._sound(samples, offset))
 
-    async def done(self, usage: Mapping[str, Any], stage_timings: Mapping[str, Any]) -> None:
-        """The last response: finish reasons, usage, seed and, if asked for, timings."""
-        info: dict[str, Any] = {
-            "usage": {**usage, "audio_s": round(self.audio_s, 6)},
-            "seed": self._request.seed,
-        }
+    async def done(
+        self,
+        stage_usage: Mapping[str, Mapping[str, Any]],
+        stage_timings: Mapping[str, Any],
+        busy: BusyTimes,
+        writer: str | None = None,
+    ) -> None:
+        """The last response: finish reasons, usage, seed and, if asked for, timings.
+
+        stage_usage, stage_timings: what each stage that has ended reports of itself. busy: when the stages
+        computed. writer: the stage whose tokens are the text's.
+        """
+        usage = {**_summary(stage_usage, writer), "audio_s": round(self.audio_s, 6), "stages": stage_usage}
+        info: dict[str, Any] = {"usage": usage, "seed": self._request.seed}
         if self._request.return_timings:
+            now_s = time.monotonic()
             info["timings"] = {
                 **{
                     f"{name}_s": round(at, 6)
                     for name, at in zip(("ttft", "ttfp"), self._firsts(), strict=True)
                     if at
                 },
-                "total_s": round(time.monotonic() - self._began_s, 6),
+                "total_s": round(now_s - self._began_s, 6),
+                "idle_s": round(busy.idle_s(self._began_s, now_s), 6),  # no stage computed
                 "stages": stage_timings,
             }
         tensors = {
@@ -165,3 +176,13 @@ class Answer:
             "sample_rate": c.SAMPLE_RATE.pack(self._rate_hz),
             "sample_offset": c.SAMPLE_OFFSET.pack(offset),
         }
+
+
+def _summary(stage_usage: Mapping[str, Mapping[str, Any]], writer: str | None) -> dict[str, Any]:
+    """The counts that stand for the whole answer: of the tokens of several stages, those of the text."""
+    written = stage_usage.get(writer or "", {})
+    summary = {key: written[key] for key in ("prompt_tokens", "completion_tokens") if key in written}
+    for usage in stage_usage.values():
+        if "codec_frames" in usage:
+            summary["codec_frames"] = usage["codec_frames"]
+    return summary

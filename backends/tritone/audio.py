@@ -7,10 +7,8 @@ caller sent raise InvalidRequest naming the field, before anything large is allo
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import io
-import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tritone.errors import InvalidRequest, Unsupported
+from tritone.media import unwrapped
 
 if TYPE_CHECKING:
     import soundfile
@@ -34,8 +33,6 @@ _LOUDEST = 16.0  # raw samples above this are not in [-1, 1] but in another scal
 _UNKNOWN_LENGTH = 0xFFFFFFFF  # in a WAV header: the data goes on to the end of the stream
 _SET_OGG_PAGE_LATENCY_MS = 0x1302  # libsndfile's command number
 _OGG_PAGE_MS = 100.0
-_DATA_URI = re.compile(rb"\s*data:[^,]{0,200};base64,")
-_BASE64_HEAD = re.compile(rb"[A-Za-z0-9+/\s]{8,}={0,2}\s*")
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def decode_audio(data: bytes, limits: AudioLimits, name: str = "audio") -> tuple
     """
     if not data:
         raise InvalidRequest(f"{name} is empty", "send a recording")
-    with _opened(_unwrapped(data), name) as file:
+    with _opened(unwrapped(data), name) as file:
         rate_hz, channels = int(file.samplerate), int(file.channels)
         _check_rate(name, "has a sample rate of", rate_hz, limits)
         if channels > limits.max_channels:
@@ -205,18 +202,6 @@ def _wav_header(sample_rate_hz: int, num_samples: int | None) -> bytes:
     riff_bytes = min(_UNKNOWN_LENGTH, 4 + len(form) + 8 + data_bytes)
     head, data = struct.pack("<4sI4s", b"RIFF", riff_bytes, b"WAVE"), struct.pack("<4sI", b"data", data_bytes)
     return head + form + data
-
-
-def _unwrapped(data: bytes) -> bytes:
-    """`data`, or the file inside when it is base64 text or a data URI."""
-    prefix = _DATA_URI.match(data)
-    text = data[prefix.end() :] if prefix else data
-    if not _BASE64_HEAD.fullmatch(text[:64]):
-        return data
-    try:
-        return base64.b64decode(text.translate(None, b" \t\r\n"), validate=True)
-    except binascii.Error:
-        return data
 
 
 def _opened(data: bytes, name: str) -> soundfile.SoundFile:

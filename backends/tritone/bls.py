@@ -40,10 +40,11 @@ class Stages:
         return reply
 
     async def sequence(
-        self, model: str, number: int, call: Control, inputs: Mapping[Port, Any], output: Port
-    ) -> Array:
-        """One call to a stage that Triton batches, as part of sequence `number`; one output, unbatched.
+        self, model: str, number: int, call: Control, inputs: Mapping[Port, Any], output: Port | None = None
+    ) -> tuple[dict[str, Any], Array | None]:
+        """One call to a stage that Triton batches, as part of sequence `number`.
 
+        Its JSON reply and, if asked for, one output, unbatched.
         A chunk begins and ends its sequence as it says, a drop ends it, a ping is a sequence of its own.
         """
         tensors = {port.name: port.pack(value)[np.newaxis] for port, value in inputs.items()}
@@ -53,9 +54,10 @@ class Stages:
         flags = (pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START if starts else 0) | (
             pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END if ends else 0
         )
-        outputs = await self._run(model, tensors, [output.name], correlation_id=number, flags=flags)
-        unbatched: Array = outputs[output.name][0]
-        return unbatched
+        names = [REPLY.name] if output is None else [REPLY.name, output.name]
+        outputs = await self._run(model, tensors, names, correlation_id=number, flags=flags)
+        reply: dict[str, Any] = msgspec.json.decode(outputs[REPLY.name].reshape(-1)[0])
+        return reply, None if output is None else outputs[output.name][0]
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

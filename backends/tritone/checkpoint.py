@@ -1,14 +1,22 @@
 """Where a pipeline's weights lie on this machine, and whether they are all there.
 
+built by `python build/<pipeline>.py`, read-only afterwards:
+
     <root>/<pipeline>/<FORMAT>/manifest.json         written last: names every other file
                                <stage>/config.json   what the stage's engine reads, never typed elsewhere
                                <stage>/...           weights
 
-Built by `python build/<pipeline>.py`; read-only afterwards.
+released by a model's author, in the Hugging Face layout, anywhere:
+
+    <folder>/config.json
+             model.safetensors.index.json            names the file of every tensor
+             model-00001-of-00015.safetensors ...    or one model.safetensors and no index
+             ...                                     tokenizer and processor
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -19,6 +27,9 @@ from tritone.errors import ConfigError
 
 FORMAT = "1"  # of the folder above; a build of another format lies beside it and is left alone
 MANIFEST = "manifest.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 
 
 def checkpoint_dir(pipeline: str, environ: Mapping[str, str] = os.environ) -> Path:
@@ -54,9 +65,68 @@ def require_checkpoint(path: Path, stage: str) -> Path:
     return path / stage
 
 
+def require_released(path: Path, pipeline: str) -> Path:
+    """`path`, with config.json and every weight file there whole.
+
+    Raises ConfigError naming what is missing and what to do.
+    """
+    cure = (
+        f"give the folder of a released checkpoint with --checkpoint DIR, "
+        f"or run `python build/{pipeline}_tiny.py` for a tiny one"
+    )
+    if not (path / CONFIG).is_file():
+        raise ConfigError(f"no checkpoint in '{path}': it has no {CONFIG}", cure)
+    for name in _weight_files(path, cure):
+        file = path / name
+        if not file.is_file():
+            raise ConfigError(f"the checkpoint in '{path}' lacks '{name}'", cure)
+        if file.stat().st_size != max((end for _, end in _tensors(file).values()), default=-1):
+            raise ConfigError(f"the checkpoint in '{path}' is damaged at '{name}'", "fetch that file again")
+    return path
+
+
+def released_bytes(path: Path) -> dict[str, int]:
+    """Weights of a released checkpoint in bytes, by the first part of the tensor names; {} if it has none."""
+    sizes: dict[str, int] = {}
+    with contextlib.suppress(ConfigError, OSError):
+        for name in _weight_files(path, ""):
+            for tensor, (start, end) in _tensors(path / name).items():
+                part = tensor.partition(".")[0]
+                sizes[part] = sizes.get(part, 0) + end - start
+    return sizes
+
+
+def _weight_files(path: Path, cure: str) -> list[str]:
+    """The names of the files with weights; ConfigError when nothing says which."""
+    index = path / INDEX
+    if not index.is_file():
+        if not (path / WEIGHTS).is_file():
+            raise ConfigError(f"no weights in '{path}': it has neither {INDEX} nor {WEIGHTS}", cure)
+        return [WEIGHTS]
+    try:
+        return sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ConfigError(f"'{index}' cannot be read", "fetch that file again") from None
+
+
+def _tensors(file: Path) -> dict[str, tuple[int, int]]:
+    """Name of each tensor of a safetensors file to its first and last byte; {} when the head is broken."""
+    with file.open("rb") as head:
+        length = int.from_bytes(head.read(8), "little")
+        if length >= file.stat().st_size:
+            return {}
+        try:
+            entries = json.loads(head.read(length))
+            entries.pop("__metadata__", None)
+            offsets = {name: entry["data_offsets"] for name, entry in entries.items()}
+            return {name: (8 + length + start, 8 + length + end) for name, (start, end) in offsets.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return {}
+
+
 def read_config(stage_folder: Path) -> dict[str, Any]:
     """A stage's config.json; ConfigError when there is none."""
-    file = stage_folder / "config.json"
+    file = stage_folder / CONFIG
     try:
         config = json.loads(file.read_bytes())
     except FileNotFoundError:

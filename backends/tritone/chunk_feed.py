@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import sys
 from collections.abc import Awaitable, Callable
 
 from tritone.answer import Answer
@@ -17,19 +19,30 @@ CallChunk = Callable[[FrameChunk, bool], Awaitable[Array]]
 class ChunkFeed:
     """Frames are pushed in; chunks go out to the stage, and its samples to the answer."""
 
-    def __init__(self, chunks: Chunks, call: CallChunk, answer: Answer) -> None:
+    def __init__(self, chunks: Chunks, call: CallChunk, answer: Answer, whole: bool = False) -> None:
+        """whole: nothing goes out before all frames are there; then each segment is one chunk."""
+        if whole:
+            chunks = dataclasses.replace(
+                chunks, initial_codec_chunk_frames=sys.maxsize, codec_chunk_frames=sys.maxsize
+            )
         self._buffer = FrameBuffer(chunks)
         self._call = call
         self._answer = answer
         self._chunks: asyncio.Queue[FrameChunk] = asyncio.Queue()
+        self._held: list[FrameChunk] | None = [] if whole else None
 
     def push(self, frames: Array, segment_end: bool) -> None:
         """frames: [F, ...] of the stage's `frames` port; segment_end: they end a segment."""
         for chunk in self._buffer.push(frames, segment_end):
-            self._chunks.put_nowait(chunk)
+            if self._held is None:
+                self._chunks.put_nowait(chunk)
+            else:
+                self._held.append(chunk)
 
     def end(self) -> None:
         """No frames follow."""
+        for chunk in self._held or ():
+            self._chunks.put_nowait(chunk)
         self._chunks.put_nowait(self._buffer.finish())
 
     async def run(self) -> None:

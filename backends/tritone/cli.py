@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tritone import deploy as deploys
-from tritone import doctor, pbtxt, pipelines, repository
+from tritone import deploy_file, doctor, pbtxt, pipelines, repository
 from tritone import server as servers
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError, TritoneError
-from tritone.pipeline import Batching
+from tritone.pipeline import Batching, Checkpoint
 from tritone.server import Interpreter, Listen
 
 DOOR_OF = {Batching.ENGINE: "tritone_engine", Batching.TRITON: "tritone_batch"}
@@ -28,6 +29,7 @@ def add_commands(commands: Any) -> None:
     """Add the commands to an argparse subparsers object."""
     target = {"metavar": "PIPELINE", "help": "its name, or a folder with a deploy.yaml"}
     override = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
+    checkpoint = {"metavar": "DIR", "help": "its weights; default: what deploy.yaml says, else the cache"}
 
     parser = commands.add_parser(
         "serve",
@@ -39,6 +41,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--set", dest="overrides", **override, help="overrides deploy.yaml, e.g. stage.thinker.threads=2"
     )
+    parser.add_argument("--checkpoint", type=Path, **checkpoint)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="for the rendered files and the log; default: temporary"
     )
@@ -57,6 +60,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("target", **target)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder of deploy.yaml itself")
     parser.add_argument("--set", dest="overrides", **override, help="overrides deploy.yaml; needs --out")
+    parser.add_argument("--checkpoint", type=Path, **checkpoint)
     parser.add_argument("--overwrite", action="store_true", help="replace another deploy.yaml in DIR")
     _set_run(parser, _render)
 
@@ -151,9 +155,17 @@ def _say_if_heard(line: str) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from tritone.serve import Asked, ServeOptions, serve
 
+    overrides = list(args.overrides)
+    if args.checkpoint:
+        if len(args.targets) != 1:
+            raise ConfigError(
+                f"--checkpoint is given for {len(args.targets)} pipelines",
+                "give --set PIPELINE:checkpoint=DIR for each",
+            )
+        overrides.append(_checkpoint_override(args.checkpoint))
     options = ServeOptions(
         targets=tuple(args.targets),
-        overrides=tuple(args.overrides),
+        overrides=tuple(overrides),
         listen=_listen(args),
         run_folder=args.run_dir,
         log=args.log,
@@ -168,12 +180,19 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _render(args: argparse.Namespace) -> int:
     source = repository.find(args.target)
-    deploy = deploys.load(source / repository.DEPLOY, args.overrides)
+    overrides = list(args.overrides)
+    if args.checkpoint:
+        overrides.append(_checkpoint_override(args.checkpoint))
+    deploy = deploys.load(source / repository.DEPLOY, overrides)
     folder = args.out or source
     if args.overrides and folder.resolve() == source.resolve():
         raise ConfigError(
             "--set changes what is rendered, but not deploy.yaml", "edit deploy.yaml, or give --out"
         )
+    if args.checkpoint:
+        _require_checkpoint(deploy)
+        if folder.resolve() == source.resolve():
+            deploy_file.set_value(source / repository.DEPLOY, "checkpoint", str(deploy.checkpoint))
     present = folder / repository.DEPLOY
     if folder.resolve() != source.resolve() and present.exists():
         if not args.overwrite and deploys.load(present).digest != deploy.digest:
@@ -184,6 +203,19 @@ def _render(args: argparse.Namespace) -> int:
     for name in repository.strangers(deploy, folder):
         _say(f"warning: {folder / name} is no model of the pipeline, and Triton would load it; remove it")
     return 0
+
+
+def _checkpoint_override(folder: Path) -> str:
+    return f"checkpoint={json.dumps(str(folder.expanduser().absolute()))}"
+
+
+def _require_checkpoint(deploy: Deploy) -> None:
+    """Raise ConfigError unless the checkpoint fits the pipeline."""
+    if deploy.pipeline.checkpoint is Checkpoint.NONE:
+        raise ConfigError(f"pipeline '{deploy.pipeline.name}' has no checkpoint", "leave out --checkpoint")
+    for stage in deploy.pipeline.stages:
+        deploy.require_checkpoint(stage.name)
+    deploy.pipeline.facts(deploy.checkpoint)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -212,7 +244,7 @@ def chain(deploy: Deploy, folder: Path) -> list[str]:
         f"{pipeline.name}: {pipeline.doc}",
         f"  deploy      {folder / repository.DEPLOY}  digest {deploy.digest}",
     ]
-    if pipeline.needs_checkpoint:
+    if pipeline.checkpoint is not Checkpoint.NONE:
         lines.append(f"  checkpoint  {deploy.checkpoint}")
     rows = [
         (f"{name}/config.pbtxt", "tritone_pipeline", f"pipeline {pipeline.name}", note)

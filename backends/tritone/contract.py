@@ -100,8 +100,19 @@ PARAMETERS = {
     "traceparent": str,  # reserved
     "initial_codec_chunk_frames": int,
     "codec_chunk_frames": int,
+    "codec_chunk_growth": float,
+    "use_audio_in_video": bool,
 }
-"""Request parameters and their types."""
+"""Request parameters and their types. Triton knows no float: such a one is sent as int or numeric string."""
+
+FINISH_REASONS = {
+    "stop": "the model ended it, or a stop string",
+    "length": "a limit was reached; of audio also: it speaks a text that was cut",
+    "deadline": "the request's deadline passed",
+    "repetition": "the model repeated itself and was stopped",
+    "cancelled": "it was told to stop",
+}
+"""Why a modality ends, and what each word means."""
 
 CONTROL = Port("control", "STRING", (1,), "what the orchestrator asks of the stage, JSON (internal)")
 REPLY = Port("reply", "STRING", (1,), "what the stage answers, JSON (internal)")

@@ -18,6 +18,7 @@ class OpenSession(msgspec.Struct, frozen=True, tag_field="op", tag="open"):
     sources: int  # how many upstream stages will send pieces
     settings: dict[str, Any]
     routes: list[Route]
+    whole: bool = False  # the engine gets nothing of its upstream stages before all of them have ended
 
 
 class RunChunk(msgspec.Struct, frozen=True, tag_field="op", tag="chunk"):

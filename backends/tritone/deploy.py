@@ -18,11 +18,13 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from tritone.checkpoint import checkpoint_dir
+from tritone.checkpoint import checkpoint_dir, require_checkpoint, require_released
 from tritone.errors import ConfigError, InvalidRequest, suggestion
-from tritone.pipeline import Pipeline, Stage
+from tritone.pipeline import Checkpoint, Pipeline, Stage
 from tritone.sampling import Sampling
 
+MAX_CHUNK_GROWTH = 4096
+MODES = ("async_chunk", "sync")
 RENDER_VERSION = 1  # part of the digest: raise it when the rendering of pbtxt changes
 
 T = TypeVar("T")
@@ -33,7 +35,12 @@ class Chunks:
     """How codec frames are cut before they go to code2wav."""
 
     initial_codec_chunk_frames: int = 4  # the first chunk of an answer: small, for an early first packet
-    codec_chunk_frames: int = 25  # every later one
+    codec_chunk_frames: int = 25  # every later one, as soon as growth allows
+    codec_chunk_growth: float = 0  # at most so many times the size before; 0: full size from the second on
+
+
+def is_chunk_growth(value: float) -> bool:
+    return value == 0 or 1 <= value <= MAX_CHUNK_GROWTH
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,25 @@ class Limits:
     deadline_s: float = 600.0  # the longest that a request may ask for
     text_bytes: int = 16384  # of text_input, messages or sampling_parameters
     audio_s: float = 300.0  # of all audio of a request together
-    audio_bytes: int = 64 << 20  # of one encoded audio file
+    audio_bytes: int = 64 << 20  # of one encoded audio file, as it is sent
+    image_bytes: int = 32 << 20  # of one encoded image file, as it is sent
+    image_pixels: int = 64_000_000  # of one decoded image
+    video_bytes: int = 256 << 20  # of one encoded video file, as it is sent
+    video_s: float = 300.0  # of one video
     media_parts: int = 16  # images, audios and videos together
+
+
+@dataclass(frozen=True)
+class ConnectorLimits:
+    """What may be on its way from one stage to the next."""
+
+    window_bytes: int = 32 << 20  # of one session and edge: sent, and not yet taken by the consuming stage
+    queued_bytes: int = 256 << 20  # of one engine process: waiting to be sent, or (sync) for the end of input
+
+    @property
+    def credit_bytes(self) -> int:
+        """A consumer tells its producer what it took whenever that is more than this."""
+        return self.window_bytes // 4
 
 
 @dataclass(frozen=True)
@@ -72,7 +96,7 @@ class Deploy:
     """One pipeline on one machine."""
 
     pipeline: Pipeline
-    checkpoint: Path  # holds one folder a stage
+    checkpoint: Path  # laid out as pipeline.checkpoint says
     stages: Mapping[str, StageDeploy]
     digest: str  # of the effective file; pbtxt files carry it
     max_in_flight: int = 32  # requests of one orchestrator; more are refused UNAVAILABLE
@@ -81,10 +105,27 @@ class Deploy:
     stall_s: float = 30.0  # a request to which no stage gives anything for this long has its stages pinged
     chunks: Chunks = field(default_factory=Chunks)
     limits: Limits = field(default_factory=Limits)
+    connector: ConnectorLimits = field(default_factory=ConnectorLimits)
+    mode: str = MODES[0]  # sync: each stage waits for all that the stages before it give; for debugging
     source: Mapping[str, Any] = field(default_factory=dict)  # the effective mapping, for rendering
 
     def stage(self, name: str) -> StageDeploy:
         return self.stages[name]
+
+    def stage_folder(self, stage: str) -> Path:
+        """The folder that the engine of a stage reads."""
+        if self.pipeline.checkpoint is Checkpoint.RELEASED:
+            return self.checkpoint
+        return self.checkpoint / stage
+
+    def require_checkpoint(self, stage: str) -> Path:
+        """The same folder; ConfigError naming what is missing in it and how to get it."""
+        match self.pipeline.checkpoint:
+            case Checkpoint.BUILT:
+                require_checkpoint(self.checkpoint, stage)
+            case Checkpoint.RELEASED:
+                require_released(self.checkpoint, self.pipeline.name)
+        return self.stage_folder(stage)
 
     def hosted_with(self, stage: str) -> tuple[str, ...]:
         """The stages that share an engine process with `stage`, itself included, in pipeline order."""
@@ -139,12 +180,12 @@ def from_mapping(raw: Mapping[str, Any], where: str) -> Deploy:
             raise ConfigError(f"{where}: unknown stage '{stage_name}'", suggestion(stage_name, known))
     given: dict[str, Any] = {}
     for key, value in fields.items():
-        if key in ("chunks", "limits"):
-            given[key] = read_dataclass(Chunks if key == "chunks" else Limits, value, f"{where}: {key}")
+        if key in _BLOCKS:
+            given[key] = read_dataclass(_BLOCKS[key], value, f"{where}: {key}")
         else:
             given[key] = value
     top = read_dataclass(
-        _Top, {key: value for key, value in given.items() if key not in ("chunks", "limits")}, where
+        _Top, {key: value for key, value in given.items() if key not in _BLOCKS}, where, tuple(_BLOCKS)
     )
     deploy = Deploy(
         pipeline=pipeline,
@@ -157,7 +198,7 @@ def from_mapping(raw: Mapping[str, Any], where: str) -> Deploy:
         },
         digest=_digest(raw),
         **dataclasses.asdict(top),
-        **{key: given[key] for key in ("chunks", "limits") if key in given},
+        **{key: given[key] for key in _BLOCKS if key in given},
         source=dict(raw),
     )
     _check(deploy, where)
@@ -172,6 +213,10 @@ class _Top:
     bls_threads: int = Deploy.bls_threads
     deadline_s: float = Deploy.deadline_s
     stall_s: float = Deploy.stall_s
+    mode: str = Deploy.mode
+
+
+_BLOCKS: dict[str, type[Any]] = {"chunks": Chunks, "limits": Limits, "connector": ConnectorLimits}
 
 
 def _stage(pipeline: Pipeline, stage: Stage, block: Mapping[str, Any], where: str) -> StageDeploy:
@@ -201,14 +246,17 @@ def _engine_class(stage: Stage, kind: str, where: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def read_dataclass(kind: type[T], values: Any, where: str) -> T:
-    """A frozen dataclass from a mapping; unknown keys and wrong types are ConfigErrors that name `where`."""
+def read_dataclass(kind: type[T], values: Any, where: str, more_keys: Sequence[str] = ()) -> T:
+    """A frozen dataclass from a mapping; unknown keys and wrong types are ConfigErrors that name `where`.
+
+    more_keys: those that are known beside the fields, for the suggestion.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} is {values!r}", "make it a mapping")
     known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            raise ConfigError(f"{where}: unknown key '{key}'", suggestion(str(key), known))
+            raise ConfigError(f"{where}: unknown key '{key}'", suggestion(str(key), [*known, *more_keys]))
     try:
         return msgspec.convert(dict(values), type=kind, strict=True)
     except msgspec.ValidationError as error:
@@ -244,12 +292,22 @@ def _check(deploy: Deploy, where: str) -> None:
     at_least("bls_threads", deploy.bls_threads, 1)
     at_least("deadline_s", deploy.deadline_s, 0.001)
     at_least("stall_s", deploy.stall_s, 0.1)
+    if deploy.mode not in MODES:
+        raise ConfigError(f"{where}: mode is '{deploy.mode}'", f"give {' or '.join(MODES)}")
+    at_least("connector.window_bytes", deploy.connector.window_bytes, 1)
+    at_least("connector.queued_bytes", deploy.connector.queued_bytes, 1)
     at_least("chunks.initial_codec_chunk_frames", deploy.chunks.initial_codec_chunk_frames, 1)
     at_least("chunks.codec_chunk_frames", deploy.chunks.codec_chunk_frames, 1)
     at_least("limits.deadline_s", deploy.limits.deadline_s, deploy.deadline_s)
-    for limit in ("text_bytes", "audio_bytes", "media_parts"):
+    if not is_chunk_growth(deploy.chunks.codec_chunk_growth):
+        raise ConfigError(
+            f"{where}: chunks.codec_chunk_growth is {deploy.chunks.codec_chunk_growth}",
+            f"give 0 or 1 to {MAX_CHUNK_GROWTH}",
+        )
+    for limit in ("text_bytes", "audio_bytes", "image_bytes", "image_pixels", "video_bytes", "media_parts"):
         at_least(f"limits.{limit}", getattr(deploy.limits, limit), 1)
-    at_least("limits.audio_s", deploy.limits.audio_s, 0.1)
+    for limit in ("audio_s", "video_s"):
+        at_least(f"limits.{limit}", getattr(deploy.limits, limit), 0.1)
     for name, stage in deploy.stages.items():
         at_least(f"stages.{name}.lease_s", stage.lease_s, 0.1)
         at_least(f"stages.{name}.call_timeout_s", stage.call_timeout_s, 0.1)

@@ -19,9 +19,10 @@ import tritone
 from tritone import deploy as deploys
 from tritone import repository
 from tritone import server as servers
-from tritone.checkpoint import checkpoint_dir, require_checkpoint
+from tritone.checkpoint import checkpoint_dir, released_bytes
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError
+from tritone.pipeline import Checkpoint
 from tritone.server import Interpreter, Listen, Server, known_faults
 
 SHM = Path("/dev/shm")
@@ -244,12 +245,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 def check_checkpoint(deploy: Deploy) -> list[Finding]:
     """One finding a damaged or absent stage; one good one when all are there."""
-    if not deploy.pipeline.needs_checkpoint:
+    if deploy.pipeline.checkpoint is Checkpoint.NONE:
         return [ok("checkpoint", f"{deploy.pipeline.name} needs none")]
     findings: dict[str, Finding] = {}  # by text: an absent checkpoint is absent for every stage
     for stage in deploy.pipeline.stages:
         try:
-            require_checkpoint(deploy.checkpoint, stage.name)
+            deploy.require_checkpoint(stage.name)
         except ConfigError as error:
             findings.setdefault(str(error), from_error("checkpoint", error))
     return list(findings.values()) or [ok("checkpoint", f"{deploy.pipeline.name} in {deploy.checkpoint}")]
@@ -313,8 +314,13 @@ def num_instances(deploy: Deploy) -> int:
 def needed_memory(deploy: Deploy) -> int:
     """A rough guess in bytes: stubs, engine processes, and their weights."""
     total = num_instances(deploy) * STUB_BYTES
+    released = deploy.pipeline.checkpoint is Checkpoint.RELEASED
+    sizes = released_bytes(deploy.checkpoint) if released else {}
     for group in {deploy.hosted_with(stage.name) for stage in deploy.pipeline.stages}:
-        weights = sum(_folder_bytes(deploy.checkpoint / stage) for stage in group)
+        if released:
+            weights = sum(sizes.get(stage, 0) for stage in group)
+        else:
+            weights = sum(_folder_bytes(deploy.stage_folder(stage)) for stage in group)
         total += deploy.stage(group[0]).instances * (ENGINE_BYTES + int(WEIGHTS_FACTOR * weights))
     return total
 
@@ -394,7 +400,8 @@ def for_pipelines(
 
 def checkpoints_present() -> Finding:
     root = checkpoint_dir("_").parent.parent
-    found = sorted(manifest.parent.parent.name for manifest in root.glob("*/*/manifest.json"))
+    marks = (file for name in ("manifest.json", "config.json") for file in root.glob(f"*/*/{name}"))
+    found = sorted({mark.parent.parent.name for mark in marks})
     if found:
         return ok("checkpoints", f"{', '.join(found)} in {root}")
     return warning("checkpoints", f"none in {root}", "run e.g. `make weights`, or set TRITONE_CACHE")

@@ -184,6 +184,7 @@ class Orchestrator:
                 sources=session.routing.num_sources(stage.name),
                 settings=dict(call.settings),
                 routes=session.routing.routes(stage, self._models, session.endpoints, self._inbox.address),
+                whole=self._deploy.mode == "sync",
             )
             inputs = {ports[name]: value for name, value in call.inputs.items()}
             began_s = self._loop.time()
@@ -205,7 +206,10 @@ class Orchestrator:
         """Take what the stages push until all of them have finished and all their frames are sound."""
         feeds = {
             stage.name: ChunkFeed(
-                session.request.chunks, partial(self._call_chunk, session, stage), session.answer
+                session.request.chunks,
+                partial(self._call_chunk, session, stage),
+                session.answer,
+                whole=self._deploy.mode == "sync",
             )
             for stage in session.routing.chunked()
         }
@@ -267,8 +271,9 @@ class Orchestrator:
     def _note_end(self, session: Session, end: wire.Finished) -> None:
         name = self._stage_names[end.source]
         session.finished[name] = end.reason
-        session.usage.update(end.usage)
+        session.usage[name] = dict(end.usage)
         session.timings[name] = {key: round(value, 6) for key, value in end.timings.items()}
+        session.busy.note(name, end.busy)
 
     async def _finish(self, session: Session, complete: bool) -> None:
         """Send `done`. A modality that the deadline cut off says so; text may end long before speech."""
@@ -278,8 +283,22 @@ class Orchestrator:
                 continue
             ended = complete or modality == "text"
             reason = session.finished.get(maker, "deadline") if ended else "deadline"
+            if modality == "audio" and reason == "stop" and self._speaks_cut_text(session, maker):
+                # Who asked for audio alone sees no other reason, and what is heard breaks off.
+                reason = "length"
             session.answer.finish_reasons[modality] = reason
-        await session.answer.done(session.usage, session.timings)
+        for name, busy_s in session.busy.by_stage().items():
+            session.timings.setdefault(name, {})["busy_s"] = round(busy_s, 6)
+        await session.answer.done(session.usage, session.timings, session.busy, self._writer(session))
+
+    def _writer(self, session: Session) -> str | None:
+        """The stage that writes the text, whether or not the text was asked for."""
+        return session.routing.maker("text") if "text" in self._pipeline.finals else None
+
+    def _speaks_cut_text(self, session: Session, speaker: str) -> bool:
+        """The stage spoke all of its text, but a limit had ended that."""
+        writer = self._writer(session)
+        return writer in self._pipeline.upstream(speaker) and session.finished.get(writer) == "length"
 
     def _close(self, session: Session) -> None:
         """Free everything the session holds, in every stage; the only way a session ends."""
@@ -290,12 +309,12 @@ class Orchestrator:
         for name, call in session.chunk_calls.items():
             self._in_background(self._end_sequence(session, name, call))
 
-    async def _end_sequence(self, session: Session, name: str, call: asyncio.Task[Array]) -> None:
+    async def _end_sequence(self, session: Session, name: str, call: asyncio.Task[Any]) -> None:
         """Triton keeps a place for a sequence until its END, which must not overtake the call under way."""
         await asyncio.wait({call})
         if not call.cancelled() and call.exception() is not None:
             log_info(f"{self._name}: the last chunk of {session.id} failed: {call.exception()}")
-        await self._stages.sequence(self._models[name], session.sequence, DropStream(session.id), {}, c.REPLY)
+        await self._stages.sequence(self._models[name], session.sequence, DropStream(session.id), {})
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def quietly() -> None:
@@ -322,7 +341,11 @@ class Orchestrator:
             )
         )
         session.chunk_calls[stage.name] = call
-        samples = await asyncio.shield(call)
+        began_s = self._loop.time()
+        reply, samples = await asyncio.shield(call)
+        assert samples is not None
+        session.busy.note(stage.name, reply["busy"])
+        _note_call(session.timings.setdefault(stage.name, {}), self._loop.time() - began_s)
         if chunk.last:
             del session.chunk_calls[stage.name]
         return samples
@@ -342,8 +365,7 @@ class Orchestrator:
                 if stage.batching is Batching.ENGINE:
                     return await self._stages.control(model, PingStage(), {})
                 number = self._sequence_base + next(self._counter)
-                answer = await self._stages.sequence(model, number, PingStage(), {}, c.REPLY)
-                state: dict[str, Any] = json.loads(answer.reshape(-1)[0])
+                state, _ = await self._stages.sequence(model, number, PingStage(), {})
                 return state
         except TimeoutError:
             return {"error": f"its door did not answer within {PING_TIMEOUT_S:g} s"}
@@ -415,6 +437,12 @@ class Orchestrator:
     async def _shut_down(self) -> None:
         await self._drain()
         self._inbox.close()
+
+
+def _note_call(timings: dict[str, float], call_s: float) -> None:
+    """Add one call to what is known of a stage that Triton batches; its wait for a batch counts as well."""
+    timings["calls"] = timings.get("calls", 0) + 1
+    timings["calls_s"] = round(timings.get("calls_s", 0.0) + call_s, 6)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -74,9 +74,17 @@ def _pipeline_config(deploy: Deploy, name: str, decoupled: bool) -> pb.ModelConf
     if facts.sample_rate_hz is not None:
         parameters["sample_rate_hz"] = str(facts.sample_rate_hz)
         parameters["speakers"] = ",".join(facts.speakers)
-    if any(port.name == "audio" for port in pipeline.accepts):
+    accepted = {port.name for port in pipeline.accepts}
+    if "audio" in accepted:
         parameters["max_audio_s"] = f"{deploy.limits.audio_s:g}"
         parameters["max_audio_bytes"] = str(deploy.limits.audio_bytes)
+    if "image" in accepted:
+        parameters["max_image_bytes"] = str(deploy.limits.image_bytes)
+        parameters["max_image_pixels"] = str(deploy.limits.image_pixels)
+    if "video" in accepted:
+        parameters["max_video_s"] = f"{deploy.limits.video_s:g}"
+        parameters["max_video_bytes"] = str(deploy.limits.video_bytes)
+    if accepted & {"audio", "image", "video"}:
         parameters["max_media_parts"] = str(deploy.limits.media_parts)
     config = _config(name, "tritone_pipeline", deploy, parameters)
     config.model_transaction_policy.decoupled = decoupled

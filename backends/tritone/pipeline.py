@@ -37,6 +37,14 @@ class Batching(StrEnum):
     TRITON = "triton"  # tritone_batch, engines.base.BatchEngine, sequence batcher
 
 
+class Checkpoint(StrEnum):
+    """How the weights of a pipeline lie on disk."""
+
+    NONE = "none"  # its engines have none
+    BUILT = "built"  # a folder a stage, listed in a manifest
+    RELEASED = "released"  # one folder in the Hugging Face layout, which all stages read
+
+
 @dataclass(frozen=True)
 class Stage:
     """One step of a pipeline: a Triton model."""
@@ -90,7 +98,7 @@ class Pipeline:
     accepts: tuple[Port, ...]  # inputs of the contract that carry this pipeline's prompt
     plan: Callable[[Request], Plan]  # pure: which stages a request starts, with what
     facts: Callable[[Path], Facts]  # reads the checkpoint folder
-    needs_checkpoint: bool = True  # False: its engines have no weights
+    checkpoint: Checkpoint = Checkpoint.BUILT
 
     def __post_init__(self) -> None:
         check(self)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tritone.contract import AUDIO_DATA_OUTPUTS, AUDIO_FORMATS, PARAMETERS
-from tritone.deploy import Chunks, Deploy, Limits
+from tritone.deploy import MAX_CHUNK_GROWTH, Chunks, Deploy, Limits, is_chunk_growth
 from tritone.errors import InvalidRequest, Unsupported, suggestion
 from tritone.pipeline import Pipeline
 from tritone.ports import Array
@@ -37,6 +37,7 @@ class Request:
     speaker: str | None = None
     language: str | None = None
     instructions: str | None = None
+    use_audio_in_video: bool = False  # the sound of a video is heard along with its pictures
     audio_format: str = "s16"
     stream: bool = False
     return_num_input_tokens: bool = False
@@ -108,6 +109,7 @@ def read_request(
         seed=seed,
         deadline_s=_deadline_s(parameters.get("deadline_ms"), deploy),
         chunks=_chunks(parameters, deploy.chunks),
+        use_audio_in_video=_use_audio_in_video(parameters, pipeline),
         audio_format=_choice("audio_format", values.get("audio_format"), AUDIO_FORMATS, "s16"),
         speaker=values.get("speaker") or None,
         language=values.get("language") or None,
@@ -132,8 +134,11 @@ def _check_parameters(parameters: Mapping[str, Any]) -> None:
             raise InvalidRequest(
                 f"unknown parameter '{name}'", suggestion(name, {*PARAMETERS, *sampling_keys})
             )
-        if not isinstance(value, PARAMETERS[name]) or isinstance(value, bool):
-            raise InvalidRequest(f"parameter {name} is {value!r}", f"send {PARAMETERS[name].__name__}")
+        kind = PARAMETERS[name]
+        fits = isinstance(value, int | float | str if kind is float else kind)
+        if not fits or (isinstance(value, bool) and kind is not bool):
+            accepted = "an int or a numeric string" if kind is float else kind.__name__
+            raise InvalidRequest(f"parameter {name} is {value!r:.80}", f"send {accepted}")
 
 
 def _messages(
@@ -145,11 +150,12 @@ def _messages(
         raise InvalidRequest(
             f"{sum(counts.values())} media parts are given", f"send at most {limits.media_parts}"
         )
-    for file in media.get("audio", ()):
-        if len(file) > limits.audio_bytes:
-            raise InvalidRequest(
-                f"audio has a file of {len(file)} bytes", f"send at most {limits.audio_bytes} bytes a file"
-            )
+    for kind, files in media.items():
+        most = int(getattr(limits, f"{kind}_bytes"))
+        for number, file in enumerate(files):
+            if len(file) > most:
+                name = kind if len(files) == 1 else f"{kind}[{number}]"
+                raise InvalidRequest(f"{name} has {len(file)} bytes", f"send at most {most} bytes a file")
     text, conversation = values.get("text_input"), values.get("messages")
     if text is not None and conversation is not None:
         raise InvalidRequest("text_input and messages are both given", "send one of them")
@@ -163,7 +169,7 @@ def _messages(
     elif text is not None and not parts:
         raise InvalidRequest("text_input is empty", "send a prompt")
     if not parts:
-        raise InvalidRequest("the request has no prompt", "send text_input, messages or audio")
+        raise InvalidRequest("the request has no prompt", "send text_input, messages or media")
     return ({"role": "user", "content": parts},)
 
 
@@ -305,7 +311,31 @@ def _chunks(parameters: Mapping[str, Any], defaults: Chunks) -> Chunks:
         sizes[name] = parameters.get(name, getattr(defaults, name))
         if not 1 <= sizes[name] <= 4096:
             raise InvalidRequest(f"parameter {name} is {sizes[name]}", "send 1 to 4096")
-    return Chunks(**sizes)
+    return Chunks(**sizes, codec_chunk_growth=_growth(parameters, defaults.codec_chunk_growth))
+
+
+def _growth(parameters: Mapping[str, Any], default: float) -> float:
+    value = parameters.get("codec_chunk_growth", default)
+    try:
+        growth = float(value)
+    except (ValueError, OverflowError):
+        growth = -1.0
+    if not is_chunk_growth(growth):
+        raise InvalidRequest(
+            f"parameter codec_chunk_growth is {value!r:.40}", f"send 0 or 1 to {MAX_CHUNK_GROWTH}"
+        )
+    return growth
+
+
+def _use_audio_in_video(parameters: Mapping[str, Any], pipeline: Pipeline) -> bool:
+    if "use_audio_in_video" not in parameters:
+        return False
+    if all(port.name != "video" for port in pipeline.accepts):
+        raise Unsupported(
+            f"parameter use_audio_in_video is given, but pipeline '{pipeline.name}' takes no video",
+            "leave it out",
+        )
+    return bool(parameters["use_audio_in_video"])
 
 
 def _choice(name: str, value: str | None, known: tuple[str, ...], default: str) -> str:

@@ -46,7 +46,11 @@ class Routing:
         to_stages: dict[str, dict[str, str]] = {}
         to_inbox: dict[str, str] = {}
         if self._makes_modality(stage):
-            to_inbox = {port.name: port.name for port in stage.outputs}
+            to_inbox = {
+                port.name: port.name
+                for port in stage.outputs
+                if port.name == NUM_TOKENS or self._pipeline.modality_of(stage.name, port.name)
+            }
         for edge in self._edges():
             (source, port), (consumer, target) = split(edge.source), split(edge.target)
             if source != stage.name:

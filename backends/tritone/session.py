@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tritone.answer import Answer
+from tritone.busy import BusyTimes
 from tritone.pipeline import Plan
 from tritone.ports import Array
 from tritone.request import Request
@@ -29,8 +30,9 @@ class Session:
     mail: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)  # wire messages from engines
     endpoints: dict[str, str] = field(default_factory=dict)  # by open stage: address of its engine
     # By Triton-batched stage whose sequence has begun and not ended: the last call to it.
-    chunk_calls: dict[str, asyncio.Task[Array]] = field(default_factory=dict)
+    chunk_calls: dict[str, asyncio.Task[tuple[dict[str, Any], Array | None]]] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)  # by stage: reason
     pieces_seen: dict[str, int] = field(default_factory=dict)  # by stage
-    usage: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, Any] = field(default_factory=dict)  # by stage, seconds
+    usage: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage: its counts
+    timings: dict[str, dict[str, float]] = field(default_factory=dict)  # by stage, seconds
+    busy: BusyTimes = field(default_factory=BusyTimes)

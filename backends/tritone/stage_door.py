@@ -161,6 +161,7 @@ class StageDoor:
                 sources=control.sources,
                 settings=control.settings,
                 routes=control.routes,
+                whole=control.whole,
             )
 
         def done(answer: Future[Any]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from tritone.deploy import Chunks
 from tritone.ports import Array
+
+ROUNDING = 1e-9  # of a product of floats: 10 * 1.1 is a little more than 11 and means 11
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,9 @@ class FrameChunk:
 
 class FrameBuffer:
     """Frames in, chunks out: a small first chunk for an early first packet, larger ones after it.
+
+        4 | 25 | 25 | 25        growth 0: full size from the second chunk on
+        4 | 8 | 16 | 25         growth 2: each at most twice the one before, rounded up
 
     A chunk never spans two segments. Sizes count frames of the codec.
     """
@@ -51,6 +57,14 @@ class FrameBuffer:
         return FrameChunk(left, segment_end=True, last=True)
 
     def _chunk(self, frames: Array, segment_end: bool) -> FrameChunk:
-        self._wanted_frames = self._sizes.codec_chunk_frames
+        # From the size wanted, not the size cut: the short end of a segment must not shrink what follows.
+        self._wanted_frames = self._after(self._wanted_frames)
         self._in_segment = not segment_end
         return FrameChunk(frames, segment_end, last=False)
+
+    def _after(self, size: int) -> int:
+        """The size wanted after one of `size` frames."""
+        full, growth = self._sizes.codec_chunk_frames, self._sizes.codec_chunk_growth
+        if not growth:
+            return full
+        return min(full, math.ceil(size * growth - ROUNDING))

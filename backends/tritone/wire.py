@@ -1,7 +1,8 @@
 """The messages between doors, engines and orchestrators, and the local sockets that carry them.
 
     door ──Open, Run, Cancel, Ping──► engine        engine ──Opened, Ran, Pong, Refused──► door
-    engine ──Piece──► engine (the next stage)       engine ──Piece, Finished, Failed──► orchestrator's inbox
+    engine ──Piece──► engine (the next stage)       engine ──Credit──► engine (the stage before)
+    engine ──Piece, Finished, Failed──► orchestrator's inbox
     `tritone serve` ──Drain──► orchestrator's inbox
 
 Sockets are AF_UNIX SOCK_SEQPACKET in the abstract namespace: message borders are the kernel's, nothing is
@@ -15,6 +16,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import select
 import socket
 import struct
 import threading
@@ -24,6 +26,7 @@ import msgspec
 import numpy as np
 
 INLINE_BYTES = 48 * 1024  # well under the default socket buffer, so that several packets fit
+MAP_BYTES = 1 << 20  # smaller spilled packets are copied: a mapping keeps a descriptor as long as its arrays
 SEND_TIMEOUT_S = 10.0  # a local peer that does not read for this long is taken for dead
 
 _SEND_TIMEOUT = struct.pack("ll", int(SEND_TIMEOUT_S), 0)
@@ -61,6 +64,7 @@ class Open(Message, frozen=True):
     sources: int  # how many upstream stages will send pieces; 0: `inputs` is everything
     settings: dict[str, Any]
     routes: list[Route]
+    whole: bool = False  # the engine gets nothing of its upstream stages before all of them have ended
 
 
 class Opened(Message, frozen=True):
@@ -122,6 +126,7 @@ class StreamResult(msgspec.Struct, frozen=True, array_like=True):
     code: str = ""
     what: str = ""
     cure: str = ""
+    busy: tuple[float, float] = (0.0, 0.0)  # when the batch was computed, time.monotonic()
 
 
 class Ran(Message, frozen=True):
@@ -155,6 +160,16 @@ class Piece(Message, frozen=True):
     last: bool  # the producer ends
 
 
+class Credit(Message, frozen=True):
+    """To the producer of a session's pieces: they were taken, so that more may be sent."""
+
+    session: str
+    source: str  # Triton model name of the producing stage
+    stage: str  # consuming stage's Triton model
+    number: int  # of the last piece that was taken, -1: none
+    closed: bool = False  # the consumer wants no more pieces of this session
+
+
 class Finished(Message, frozen=True):
     """A session ended on a stage."""
 
@@ -163,6 +178,7 @@ class Finished(Message, frozen=True):
     reason: str  # stop, length, repetition
     usage: dict[str, Any]
     timings: dict[str, float]  # seconds since the stage opened the session
+    busy: Any = ()  # float64 [n, 2]: when the stage computed while it had the session, time.monotonic()
 
 
 class Failed(Message, frozen=True):
@@ -190,6 +206,7 @@ AnyMessage = (
     | Ready
     | LoadFailed
     | Piece
+    | Credit
     | Finished
     | Failed
 )
@@ -246,6 +263,36 @@ class Channel:
     def send(self, message: AnyMessage, wait: bool = True) -> None:
         """Raises Disconnected when the peer is gone or does not read for SEND_TIMEOUT_S (0 unless `wait`)."""
         data = encode(message)
+        with self._lock:
+            try:
+                self._write(data, 0 if wait else socket.MSG_DONTWAIT)
+            except BlockingIOError as error:
+                self.close()
+                raise Disconnected(str(error)) from None
+
+    def try_send(self, packet: bytes) -> bool:
+        """Send an encoded message if that needs no waiting; False if it does. Raises Disconnected."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._write(packet, socket.MSG_DONTWAIT)
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            self._lock.release()
+
+    def wait_writable(self, timeout_s: float) -> bool:
+        """Until `try_send` may succeed, or the peer is gone; False when neither happens in time."""
+        poll = select.poll()
+        try:
+            poll.register(self._sock, select.POLLOUT)
+        except ValueError:  # closed meanwhile
+            return True
+        return bool(poll.poll(timeout_s * 1000))
+
+    def _write(self, data: bytes, flags: int) -> None:
+        """Raises Disconnected; BlockingIOError when there is no room (DONTWAIT: now, else for long)."""
         descriptors: list[int] = []
         if len(data) > INLINE_BYTES:
             descriptors = [_spill(data)]
@@ -254,8 +301,9 @@ class Channel:
             parts = [_INLINE, data]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd)) for fd in descriptors]
         try:
-            with self._lock:
-                self._sock.sendmsg(parts, rights, 0 if wait else socket.MSG_DONTWAIT)
+            self._sock.sendmsg(parts, rights, flags)
+        except BlockingIOError:
+            raise
         except OSError as error:
             self.close()
             raise Disconnected(str(error)) from None
@@ -283,8 +331,10 @@ class Channel:
                 raise Disconnected("a packet was cut short")
             if data[:1] == _INLINE:
                 return decode(memoryview(data)[1:])
-            with os.fdopen(os.dup(descriptors[0]), "rb") as file:
-                return decode(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            size = os.fstat(descriptors[0]).st_size
+            if size < MAP_BYTES:
+                return decode(os.pread(descriptors[0], size, 0))
+            return decode(mmap.mmap(descriptors[0], 0, access=mmap.ACCESS_READ))
         except (msgspec.MsgspecError, ValueError, IndexError) as error:
             raise Disconnected(f"a packet is not a message: {error}") from None
         finally:

@@ -61,9 +61,9 @@ class TritonPythonModel:
         if result.code:
             return error_response(from_code(result.code, result.what, result.cure))
         try:
-            return response(
-                {name: self._outputs[name].pack(value)[None] for name, value in result.outputs.items()}
-            )
+            tensors = {name: self._outputs[name].pack(value)[None] for name, value in result.outputs.items()}
+            tensors[REPLY.name] = REPLY.pack(json.dumps({"busy": result.busy}))[None]
+            return response(tensors)
         except Exception as error:
             return error_response(as_error(error))
 

@@ -21,7 +21,19 @@ from tritone_client.errors import (
     TritoneError,
     Unavailable,
 )
-from tritone_client.events import AudioChunk, Done, EncodedAudio, Event, Media, Progress, TextDelta, Timings
+from tritone_client.events import (
+    AudioChunk,
+    Done,
+    EncodedAudio,
+    Event,
+    FinishReason,
+    Media,
+    Progress,
+    StageTimings,
+    TextDelta,
+    Timings,
+    Usage,
+)
 from tritone_client.request import RequestOptions
 from tritone_client.sync import TritoneClient
 from tritone_client.wav import WavWriter, write_wav
@@ -37,6 +49,7 @@ __all__ = [
     "Done",
     "EncodedAudio",
     "Event",
+    "FinishReason",
     "InvalidRequest",
     "Media",
     "NotFound",
@@ -44,11 +57,13 @@ __all__ = [
     "Progress",
     "RequestOptions",
     "ServerFault",
+    "StageTimings",
     "TextDelta",
     "Timings",
     "TritoneClient",
     "TritoneError",
     "Unavailable",
+    "Usage",
     "WavWriter",
     "gather",
     "write_wav",

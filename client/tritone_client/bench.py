@@ -3,7 +3,8 @@
     for each level of concurrency:  `concurrency` callers, each asks, listens to the end, asks again
                                     … until `num_requests` answers have come
 
-All numbers are taken on the client. Latencies and RTF are per request; throughput is over the whole level.
+Latencies and RTF are taken on the client, per request; throughput is over the whole level. Where the time
+went is what the server says in `done`: see `bench_stages`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from typing import Any, TypeAlias
 
-import numpy as np
-
+from tritone_client.bench_stages import (
+    StageReport,
+    StageTimes,
+    align,
+    chain_overhead,
+    percentile,
+    report_stages,
+)
 from tritone_client.client import AsyncTritoneClient
 from tritone_client.errors import InvalidRequest, TritoneError
 from tritone_client.events import AudioChunk, Done, Timings
@@ -79,6 +86,7 @@ class RequestRecord:
     timings: Timings | None
     underruns: Underruns
     error: TritoneError | None
+    stages: StageTimes | None = None  # what the server said of its stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,8 @@ class LevelReport:
     num_underruns: int
     silence_s: float
     errors: dict[str, int]  # how often each error came, by its message
+    stages: dict[str, StageReport] = field(default_factory=dict)
+    chain_overhead_p50_s: float | None = None  # per audio chunk; None where the server does not say it
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -160,18 +170,18 @@ async def _measure(
     client: AsyncTritoneClient, prompt: str, seed: int, options: RequestOptions
 ) -> RequestRecord:
     arrivals: list[tuple[float, float]] = []
-    timings, error = None, None
-    request: RequestOptions = {**options, "seed": seed}
+    timings, stages, error = None, None, None
+    request: RequestOptions = {**options, "seed": seed, "return_timings": True}
     try:
         async with aclosing(client.stream(prompt, **request)) as events:
             async for event in events:
                 if isinstance(event, AudioChunk):
                     arrivals.append((time.perf_counter(), event.duration_s))
                 elif isinstance(event, Done):
-                    timings = event.measured
+                    timings, stages = event.measured, StageTimes.of(event, len(arrivals))
     except TritoneError as failure:
         error = failure
-    return RequestRecord(timings, playback_underruns(arrivals), error)
+    return RequestRecord(timings, playback_underruns(arrivals), error, stages)
 
 
 def playback_underruns(arrivals: Sequence[tuple[float, float]]) -> Underruns:
@@ -198,25 +208,28 @@ def summarize(concurrency: int, records: Sequence[RequestRecord], wall_s: float)
     ttfp_s = [timings.ttfp_s for timings in answered if timings.ttfp_s is not None]
     e2el_s = [timings.e2el_s for timings in answered]
     rtf = [timings.rtf for timings in answered if timings.rtf is not None]
+    stages = [record.stages for record in records if record.stages is not None]
     errors = Counter(f"{record.error.code}: {record.error}" for record in records if record.error is not None)
     return LevelReport(
         concurrency=concurrency,
         num_requests=len(records),
         num_errors=errors.total(),
         wall_s=wall_s,
-        ttft_p50_s=_percentile(ttft_s, 50),
-        ttft_p99_s=_percentile(ttft_s, 99),
-        ttfp_p50_s=_percentile(ttfp_s, 50),
-        ttfp_p99_s=_percentile(ttfp_s, 99),
-        e2el_p50_s=_percentile(e2el_s, 50),
-        e2el_p99_s=_percentile(e2el_s, 99),
-        rtf_p50=_percentile(rtf, 50),
+        ttft_p50_s=percentile(ttft_s, 50),
+        ttft_p99_s=percentile(ttft_s, 99),
+        ttfp_p50_s=percentile(ttfp_s, 50),
+        ttfp_p99_s=percentile(ttfp_s, 99),
+        e2el_p50_s=percentile(e2el_s, 50),
+        e2el_p99_s=percentile(e2el_s, 99),
+        rtf_p50=percentile(rtf, 50),
         rtf_max=max(rtf, default=None),
         requests_per_s=len(answered) / wall_s,
         audio_s_per_s=sum(timings.audio_s for timings in answered) / wall_s,
         num_underruns=sum(record.underruns.count for record in records),
         silence_s=sum(record.underruns.silence_s for record in records),
         errors=dict(errors),
+        stages=report_stages(stages),
+        chain_overhead_p50_s=chain_overhead(stages),
     )
 
 
@@ -235,19 +248,7 @@ def table(reports: Sequence[LevelReport]) -> str:
         ("silence (s)", [f"{report.silence_s:.3f}" for report in reports]),
         ("errors", [str(report.num_errors) for report in reports]),
     ]
-    name_width = max(len(name) for name, _ in rows)
-    widths = [max(len(cells[column]) for _, cells in rows) for column in range(len(reports))]
-    lines = []
-    for name, cells in rows:
-        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-        lines.append("  ".join([name.ljust(name_width), *aligned]))
-    rule = "─" * len(lines[0])
-    return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def _percentile(values: Sequence[float], percent: float) -> float | None:
-    """A value that was really seen, not one between two."""
-    return float(np.percentile(values, percent, method="inverted_cdf")) if values else None
+    return align(rows)
 
 
 def _pair(left: float | None, right: float | None) -> str:

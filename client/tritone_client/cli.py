@@ -19,12 +19,13 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tritone_client import bench
+from tritone_client.bench_stages import stage_table
 from tritone_client.client import DEFAULT_PIPELINE, DEFAULT_URL, AsyncTritoneClient
 from tritone_client.display import ProgressLine, choose_display
 from tritone_client.errors import InvalidRequest, ServerFault, TritoneError
@@ -41,6 +42,11 @@ SERVER_COMMANDS = {
     "doctor": "say what this machine lacks to serve",
     "models": "list the pipelines",
     "backends": "compose a backend directory for plain tritonserver",
+}
+MEDIA_FILES = {
+    "image": "a picture: PNG or JPEG",
+    "audio": "a recording, e.g. the question: WAV, FLAC or MP3",
+    "video": "a film: MP4",
 }
 SERVER_PART = "pip install '.[server,smoltalk]' in a checkout, or 'tritone[server]' from a package"
 
@@ -132,14 +138,23 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     commands = parser.add_subparsers(dest="command", metavar="command")
 
     chat = commands.add_parser("chat", help="ask a question and hear the answer")
-    chat.add_argument("question", nargs="?", help="the question; may be left out if --audio is given")
-    chat.add_argument("--audio", type=Path, metavar="FILE", help="a spoken question: WAV, FLAC or MP3")
+    chat.add_argument("question", nargs="?", help="the question; may be left out if a file is given")
+    for kind, meaning in MEDIA_FILES.items():
+        chat.add_argument(
+            f"--{kind}", type=Path, action="append", default=[], metavar="FILE", help=f"{meaning}; repeatable"
+        )
+    chat.add_argument(
+        "--use-audio-in-video",
+        action="store_true",
+        help="hear the sound of the videos as well",
+    )
     chat.add_argument("--system", metavar="TEXT", help="how the assistant should behave")
     chat.add_argument("--modalities", metavar="LIST", help="e.g. text,audio or text; default: all there are")
     chat.add_argument(
         "--out", type=_wav_path, metavar="FILE.wav", help="the spoken answer; replaces a file that is there"
     )
     _add_request_arguments(chat)
+    _add_chunk_arguments(chat)
     _add_server_arguments(chat)
     chat.set_defaults(run=_chat, parser=chat)
 
@@ -153,6 +168,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
         help="the speech; replaces a file that is there",
     )
     _add_request_arguments(say)
+    _add_chunk_arguments(say)
     _add_server_arguments(say)
     say.set_defaults(run=_say, parser=say)
 
@@ -166,6 +182,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     load.add_argument("--warmup", type=int, default=1, metavar="N", help="unmeasured requests; default: 1")
     load.add_argument("--modalities", metavar="LIST", help="default: all there are")
     _add_request_arguments(load)
+    _add_chunk_arguments(load)
     _add_url_arguments(load)
     load.set_defaults(run=_bench, parser=load)
 
@@ -183,6 +200,17 @@ def _add_request_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     parser.add_argument("--deadline-s", type=float, metavar="S", help="give up after so many seconds")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
+
+
+def _add_chunk_arguments(parser: argparse.ArgumentParser) -> None:
+    chunks = parser.add_argument_group("how the speech is cut", "codec frames; default: the server's")
+    chunks.add_argument(
+        "--initial-codec-chunk-frames", type=_positive, metavar="N", help="of the first chunk: small is early"
+    )
+    chunks.add_argument("--codec-chunk-frames", type=_positive, metavar="N", help="of every later one")
+    chunks.add_argument(
+        "--codec-chunk-growth", type=float, metavar="X", help="at most so many times the chunk before; 0: any"
+    )
 
 
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -210,37 +238,28 @@ def _add_server_commands(commands: Any) -> str | None:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    if args.question is None and args.audio is None:
-        args.parser.error("give a question, or --audio")
+    files = {kind: getattr(args, kind) for kind in MEDIA_FILES}
+    if args.question is None and not any(files.values()):
+        args.parser.error("give a question, --audio, --image or --video")
     for what, text in (("question", args.question), ("system text", args.system)):
         if text is not None and not text.strip():
             raise InvalidRequest(f"the {what} is empty; give some words")
     options = _request_options(args)
-    options["modalities"] = args.modalities
-    if args.audio is not None:
-        options["audio"] = args.audio
+    options |= {
+        "modalities": args.modalities,
+        "system": args.system,
+        "images": files["image"],
+        "audios": files["audio"],
+        "videos": files["video"],
+        "use_audio_in_video": args.use_audio_in_video or None,
+    }
     if args.json:
         options["return_timings"] = True
-    question = args.question
-    if args.system is not None:
-        options["messages"] = [
-            {"role": "system", "content": args.system},
-            {"role": "user", "content": _user_content(question, args.audio)},
-        ]
-        question = None
     silence = "the answer has no audio"
     if args.modalities is not None and "audio" not in args.modalities:
         silence = "no audio was asked for"
-    with nullcontext() if args.audio is None else _file_named(args.audio):
-        return _await(_converse(args, lambda client: client.stream(question, **options), silence))
-
-
-def _user_content(question: str | None, audio: Path | None) -> str | list[dict[str, str]]:
-    """The user's turn; media parts stand for the media tensors, in their order."""
-    if audio is None:
-        return question or ""
-    text = [] if question is None else [{"type": "text", "text": question}]
-    return [{"type": "audio"}, *text]
+    with _file_named(files):
+        return _await(_converse(args, lambda client: client.stream(args.question, **options), silence))
 
 
 def _say(args: argparse.Namespace) -> int:
@@ -250,14 +269,20 @@ def _say(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _file_named(path: Path) -> Iterator[None]:
-    """Name the file in what a server says about the sound, of which it knows only the bytes."""
+def _file_named(files: Mapping[str, Sequence[Path]]) -> Iterator[None]:
+    """Name the file in what a server says about one, of which it knows only the bytes.
+
+    It calls a file `image`, or `image[1]` where there are several.
+    """
     try:
         yield
     except InvalidRequest as error:
-        if not re.match(r"audio\b", error.message):
+        about = re.match(r"(image|audio|video)(?:\[(\d+)\])?(?!\w)", error.message)
+        paths = files[about[1]] if about else ()
+        number = int(about[2] or 0) if about else 0
+        if about is None or number >= len(paths) or (about[2] is None and len(paths) > 1):
             raise
-        raise InvalidRequest(f"{path}: {error.message}", error.code) from None
+        raise InvalidRequest(f"{paths[number]}: {error.message}", error.code) from None
 
 
 async def _converse(
@@ -332,6 +357,8 @@ async def _run_bench(args: argparse.Namespace, plan: bench.BenchPlan) -> int:
         print(json.dumps(summary), flush=True)
     else:
         print(bench.table(reports))
+        if by_stage := stage_table(reports):
+            print(f"\n{by_stage}")
     if not num_errors:
         return 0
     errors: Counter[str] = Counter()
@@ -367,6 +394,9 @@ def _request_options(args: argparse.Namespace) -> RequestOptions:
         "temperature": args.temperature,
         "seed": args.seed,
         "deadline_s": args.deadline_s,
+        "initial_codec_chunk_frames": args.initial_codec_chunk_frames,
+        "codec_chunk_frames": args.codec_chunk_frames,
+        "codec_chunk_growth": args.codec_chunk_growth,
     }
 
 

@@ -198,6 +198,8 @@ async def _wait_for_end(call: Any) -> None:
 def _spoken(text: str, options: RequestOptions) -> RequestOptions:
     if "messages" in options:
         raise InvalidRequest("say takes the text to speak, not messages; use stream for a conversation")
+    if options.get("system") is not None:
+        raise InvalidRequest("say speaks the text as it is, whatever the system text; leave system out")
     if not text.strip():
         raise InvalidRequest("the text is empty; give some words")
     spoken: RequestOptions = {"modalities": "audio", **options}

@@ -9,12 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 Samples: TypeAlias = npt.NDArray[np.int16] | npt.NDArray[np.float32]
+
+FinishReason: TypeAlias = Literal["stop", "length", "deadline", "repetition", "cancelled"]
+"""Why a modality ended. `length` of audio may also mean that it speaks a text which a limit cut."""
+
+
+class Usage(TypedDict, total=False):
+    """What an answer took; a count that no stage reports is left out."""
+
+    prompt_tokens: int  # of the stage that writes the text, like the next
+    completion_tokens: int
+    codec_frames: int  # of the speech
+    audio_s: float
+    stages: Mapping[str, Mapping[str, float]]  # by stage: all that it counts
+
+
+class StageTimings(TypedDict, total=False):
+    """How long one stage took for one request, as far as it says."""
+
+    total_s: float  # from the opening of the stage to its end, waits included
+    first_output_s: float  # from the same start
+    busy_s: float  # it computed; other requests of the same batches ran along
+    calls: int  # of a stage that is called a chunk at a time
+    calls_s: float  # in these calls, the wait for a batch included
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +104,9 @@ class Timings:
 class Done:
     """The answer is complete."""
 
-    finish_reasons: Mapping[str, str]  # by modality: stop, length, deadline, repetition or cancelled
-    usage: Mapping[str, Any]
-    stage_timings: Mapping[str, Any]  # by stage, measured on the server; empty unless return_timings was set
+    finish_reasons: Mapping[str, FinishReason]  # by modality
+    usage: Usage
+    stage_timings: Mapping[str, StageTimings]  # by stage; empty unless return_timings was set
     seed: int | None  # repeats this answer
     info: Mapping[str, Any]  # all that the server said, including the above
     measured: Timings

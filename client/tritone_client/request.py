@@ -32,9 +32,14 @@ class RequestOptions(TypedDict, total=False):
     """The keyword arguments of every call that asks a pipeline; what is None or left out is not sent."""
 
     messages: Sequence[Mapping[str, Any]] | None  # a chat instead of a prompt: role, content
-    audio: EncodedFile | RawAudio | Sequence[EncodedFile] | None
+    system: str | None  # how the assistant should behave; with messages, make it the first of them
     image: EncodedFile | Sequence[EncodedFile] | None
+    audio: EncodedFile | RawAudio | Sequence[EncodedFile] | None
     video: EncodedFile | Sequence[EncodedFile] | None
+    images: Sequence[EncodedFile] | None  # the same as image with a list, like the next two
+    audios: Sequence[EncodedFile] | None
+    videos: Sequence[EncodedFile] | None
+    use_audio_in_video: bool | None  # hear the sound of the videos along with their pictures
     modalities: str | Iterable[str] | None  # "text", "audio", "text,audio" …; default: all the pipeline makes
     speaker: str | None
     language: str | None
@@ -44,6 +49,9 @@ class RequestOptions(TypedDict, total=False):
     temperature: float | None
     seed: int | None
     audio_format: str | None  # one of AUDIO_FORMATS; default s16
+    initial_codec_chunk_frames: int | None  # codec frames of the first audio chunk: small is early
+    codec_chunk_frames: int | None  # of every later one, as soon as growth allows
+    codec_chunk_growth: float | None  # at most so many times the size before; 0: full size at once
     return_timings: bool | None  # fill Done.stage_timings
     deadline_s: float | None
     parameters: Mapping[str, Parameter] | None  # Triton request parameters, e.g. traceparent
@@ -80,9 +88,14 @@ def build_request(
     prompt: str | None = None,
     *,
     messages: Sequence[Mapping[str, Any]] | None = None,
-    audio: EncodedFile | RawAudio | Sequence[EncodedFile] | None = None,
+    system: str | None = None,
     image: EncodedFile | Sequence[EncodedFile] | None = None,
+    audio: EncodedFile | RawAudio | Sequence[EncodedFile] | None = None,
     video: EncodedFile | Sequence[EncodedFile] | None = None,
+    images: Sequence[EncodedFile] | None = None,
+    audios: Sequence[EncodedFile] | None = None,
+    videos: Sequence[EncodedFile] | None = None,
+    use_audio_in_video: bool | None = None,
     modalities: str | Iterable[str] | None = None,
     speaker: str | None = None,
     language: str | None = None,
@@ -92,22 +105,38 @@ def build_request(
     temperature: float | None = None,
     seed: int | None = None,
     audio_format: str | None = None,
+    initial_codec_chunk_frames: int | None = None,
+    codec_chunk_frames: int | None = None,
+    codec_chunk_growth: float | None = None,
     return_timings: bool | None = None,
     deadline_s: float | None = None,
     parameters: Mapping[str, Parameter] | None = None,
 ) -> Request:
     """Check one streamed request and turn it into tensors. The options are those of `RequestOptions`.
 
+    A system text, or more than one file, makes the prompt a conversation of its own: images, audio, videos,
+    then the words.
+
     Raises:
         InvalidRequest: nothing or two things are asked, a file cannot be read, samples are not mono, a
             deadline is not positive, or a parameter is not a bool, int or str.
     """
+    media = _media_tensors(
+        _either("image", image, images), _either("audio", audio, audios), _either("video", video, videos)
+    )
     if prompt is not None and messages is not None:
         raise InvalidRequest("both prompt and messages are given; make the prompt the last of the messages")
-    if prompt is None and messages is None and audio is None and image is None and video is None:
-        raise InvalidRequest("nothing is asked; give a prompt, messages, or audio")
+    if system is not None and messages is not None:
+        raise InvalidRequest("both system and messages are given; make the system text the first message")
+    if prompt is None and messages is None and not media:
+        raise InvalidRequest("nothing is asked; give a prompt, messages, or media")
+    if use_audio_in_video and "video" not in media:
+        raise InvalidRequest("use_audio_in_video is true but there is no video; give one or leave it out")
+    kinds = _parts(media)
+    if messages is None and (system is not None or len(kinds) > 1):
+        messages, prompt = _conversation(system, kinds, prompt), None
 
-    inputs: dict[str, npt.NDArray[Any]] = {}
+    inputs: dict[str, npt.NDArray[Any]] = dict(media)
     texts = {
         "text_input": prompt,
         "messages": None if messages is None else _json("messages", [dict(message) for message in messages]),
@@ -119,24 +148,73 @@ def build_request(
         "audio_format": _checked_audio_format(audio_format),
     }
     inputs |= {name: _text_tensor(name, text) for name, text in texts.items() if text is not None}
-    if isinstance(audio, tuple):
-        inputs |= _raw_audio_tensors(*audio)
-    elif audio is not None:
-        inputs["audio"] = _file_tensor("audio", audio)
-    if image is not None:
-        inputs["image"] = _file_tensor("image", image)
-    if video is not None:
-        inputs["video"] = _file_tensor("video", video)
     if return_timings is not None:
         inputs["return_timings"] = np.array([return_timings])
     inputs["stream"] = np.array([True])
-    return Request(inputs, _checked_parameters(parameters, deadline_s), audio_format, deadline_s)
+    named: dict[str, Parameter | None] = {
+        "use_audio_in_video": use_audio_in_video,
+        "initial_codec_chunk_frames": initial_codec_chunk_frames,
+        "codec_chunk_frames": codec_chunk_frames,
+        "codec_chunk_growth": None if codec_chunk_growth is None else _number_parameter(codec_chunk_growth),
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    all_parameters = {**(parameters or {}), **given}
+    return Request(inputs, _checked_parameters(all_parameters, deadline_s), audio_format, deadline_s)
 
 
 def operation_request(operation: str, deadline_s: float) -> Request:
     """A request that asks the pipeline about itself, e.g. `ping`; late is failed, so without grace."""
     inputs = {"op": _string_tensor([operation.encode()])}
     return Request(inputs, _checked_parameters(None, deadline_s), deadline_s=deadline_s, grace_s=0.0)
+
+
+def _either(name: str, one: Any, several: Any) -> Any:
+    """The files of a kind, by whichever of its two names they come."""
+    if one is not None and several is not None:
+        raise InvalidRequest(f"both {name} and {name}s are given; give all of them as {name}s")
+    if isinstance(several, str | bytes | os.PathLike):
+        raise InvalidRequest(f"{name}s is one file; give a list of files, or {name}")
+    return one if several is None else list(several) or None
+
+
+def _media_tensors(image: Any, audio: Any, video: Any) -> dict[str, npt.NDArray[Any]]:
+    """The media inputs, in the order in which the model sees them."""
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    if image is not None:
+        tensors["image"] = _file_tensor("image", image)
+    if isinstance(audio, tuple):
+        tensors |= _raw_audio_tensors(*audio)
+    elif audio is not None:
+        tensors["audio"] = _file_tensor("audio", audio)
+    if video is not None:
+        tensors["video"] = _file_tensor("video", video)
+    return tensors
+
+
+def _parts(media: Mapping[str, npt.NDArray[Any]]) -> list[str]:
+    """The kind of every attached file, in order; raw samples are one."""
+    parts: list[str] = []
+    for name, tensor in media.items():
+        if name in ("image", "audio", "video"):
+            parts += [name] * len(tensor)
+        elif name == "audio_input":
+            parts.append("audio")
+    return parts
+
+
+def _conversation(system: str | None, kinds: Sequence[str], prompt: str | None) -> list[dict[str, Any]]:
+    """One turn of the user, after the system's; media parts stand for the media tensors, in their order."""
+    content: str | list[dict[str, str]] = prompt or ""
+    if kinds:
+        words = [{"type": "text", "text": prompt}] if prompt and prompt.strip() else []
+        content = [*({"type": kind} for kind in kinds), *words]
+    user = {"role": "user", "content": content}
+    return [user] if system is None else [{"role": "system", "content": system}, user]
+
+
+def _number_parameter(value: float) -> int | str:
+    """Triton has no parameter that is a float."""
+    return int(value) if float(value).is_integer() else repr(float(value))
 
 
 def _comma_list(words: str | Iterable[str] | None) -> str | None:

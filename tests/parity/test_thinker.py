@@ -90,7 +90,7 @@ def test_prompt_in_pieces_gives_the_logits_of_transformers(
     decoder = build(folder)
     logits, start = [], 0
     for count in cuts:
-        hidden = decoder.forward(decoder.embed(tokens[start : start + count]), [Span(1, start, count)])
+        hidden = decoder.forward(decoder.embed(tokens[start : start + count]), [Span(1, start, count)]).hidden
         logits.append(decoder.logits(hidden))
         start += count
     torch.testing.assert_close(torch.cat(logits), expected, atol=2e-4, rtol=1e-4)
@@ -112,7 +112,7 @@ def test_slots_run_together_as_they_run_alone(
     for counts in ((39, 10, 0), (1, 1, 30), (0, 1, 1), (0, 5, 32)):
         spans = [Span(slot, filled[slot], count) for slot, count in enumerate(counts) if count]
         rows = [token for span in spans for token in sequences[span.slot][span.start : span.end]]
-        logits = decoder.logits(decoder.forward(decoder.embed(rows), spans))
+        logits = decoder.logits(decoder.forward(decoder.embed(rows), spans).hidden)
         for span, part in zip(spans, logits.split([span.count for span in spans]), strict=True):
             torch.testing.assert_close(part, expected[span.slot][span.start : span.end], atol=2e-4, rtol=1e-4)
             filled[span.slot] = span.end

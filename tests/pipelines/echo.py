@@ -19,7 +19,7 @@ import numpy as np
 from tritone import contract as c
 from tritone.engines.base import BatchEngine, Delta, Engine
 from tritone.errors import InvalidRequest, TritoneError
-from tritone.pipeline import Batching, Edge, Execution, Facts, Pipeline, Stage, StageCall
+from tritone.pipeline import Batching, Checkpoint, Edge, Execution, Facts, Pipeline, Stage, StageCall
 from tritone.ports import Port
 from tritone.sampling import Sampling
 
@@ -199,5 +199,5 @@ PIPELINE = Pipeline(
     accepts=(c.TEXT_INPUT, c.MESSAGES),
     plan=plan,
     facts=lambda _: Facts(sample_rate_hz=SAMPLE_RATE_HZ),
-    needs_checkpoint=False,
+    checkpoint=Checkpoint.NONE,
 )

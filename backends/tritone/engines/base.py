@@ -12,7 +12,7 @@ in a process that has none of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,10 +44,17 @@ class Delta:
     error: TritoneError | None = None  # ends this session and no other
 
 
+def _wake_nobody() -> None:
+    """No loop owns the engine yet."""
+
+
 class Engine(ABC):
     """A stage whose engine batches by itself."""
 
     Options: ClassVar[type]  # frozen dataclass: the deploy file's `engine:` block of this stage
+    wake: Callable[[], None] = staticmethod(_wake_nobody)
+    """Set by the loop. An engine with threads of its own calls it, from any of them, when `has_work` has
+    become true: a loop that sleeps then turns at once."""
 
     @abstractmethod
     def __init__(self, placement: Placement, options: Any) -> None:

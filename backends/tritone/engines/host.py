@@ -1,6 +1,7 @@
 """The engine process: hosts the engines of one or more stages, one thread each, behind one socket.
 
     reader threads (one a connection) ──mailbox──► stage thread: drain it, step the engine, send what came
+                          └─Piece─► connector ─mailbox──┘
 
 Started by a door with `python -m tritone.engines.host`; ends when the door closes its end of the life line,
 so that no engine outlives its server, also after kill -9.
@@ -25,7 +26,8 @@ from typing import Any
 
 from tritone import deploy as deploys
 from tritone import wire
-from tritone.checkpoint import require_checkpoint
+from tritone.connectors.base import Budget
+from tritone.connectors.local import LocalConnector
 from tritone.deploy import Deploy
 from tritone.engines.base import BatchEngine, Placement
 from tritone.engines.loops import BatchLoop, Loop, Peers, StageLoop
@@ -89,18 +91,27 @@ class Host:
 
         try:
             while True:
-                self._dispatch(channel.receive(), answer)
+                message = channel.receive()
+                if isinstance(message, wire.Piece):
+                    for connector in self._connectors(message.stage):
+                        connector.receive(message, channel)
+                else:
+                    self._dispatch(message, answer)
         except wire.Disconnected:
             with self._lock:
                 self._channels.discard(channel)
             channel.close()
+            for connector in self._connectors(*self._loops):
+                connector.producer_lost(channel)
+
+    def _connectors(self, *models: str) -> list[LocalConnector]:
+        """The connectors of those of the stages that are here and batch by themselves."""
+        loops = [self._loops.get(model) for model in models]
+        connectors = [loop.connector for loop in loops if isinstance(loop, StageLoop)]
+        return [connector for connector in connectors if isinstance(connector, LocalConnector)]
 
     def _dispatch(self, message: Any, answer: Callable[[wire.AnyMessage], None]) -> None:
         match message:
-            case wire.Piece():
-                loop = self._loops.get(message.stage)
-                if isinstance(loop, StageLoop):
-                    loop.post(partial(loop.piece, message))
             case wire.Open():
                 loop = self._loops.get(message.stage)
                 if isinstance(loop, StageLoop):
@@ -135,16 +146,16 @@ class Host:
 def build_loops(deploy: Deploy, stages: tuple[str, ...], device: str, peers: Peers) -> dict[str, Loop]:
     """Load the engines of `stages`; Triton model name to its loop."""
     loops: dict[str, Loop] = {}
+    budget = Budget(deploy.connector.queued_bytes)
     for name in stages:
         settings = deploy.stage(name)
-        folder = deploy.checkpoint / name
-        if deploy.pipeline.needs_checkpoint:
-            require_checkpoint(deploy.checkpoint, name)
+        folder = deploy.require_checkpoint(name)
         engine = deploy.engine_class(name)(Placement(folder, device, settings.threads), settings.options)
         if isinstance(engine, BatchEngine):
             loops[settings.model] = BatchLoop(settings.model, engine, settings.lease_s)
         else:
-            loops[settings.model] = StageLoop(settings.model, engine, peers, settings.lease_s)
+            connector = LocalConnector(peers.own_address, settings.model, deploy.connector, budget)
+            loops[settings.model] = StageLoop(settings.model, engine, peers, connector, settings.lease_s)
     return loops
 
 

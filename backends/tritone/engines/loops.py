@@ -1,6 +1,8 @@
 """The threads of an engine process that own an engine each: mailbox in, messages out.
 
-    mailbox ─► drain ─► step ─► deliver: pieces to consumers, the end to the orchestrator's inbox
+    mailbox ─► drain ─► step ─► deliver: chunks to the connector, pieces and the end to the inbox
+       ▲
+       └─ a task a call of a door, and a task whenever the connector has something for a session
 
 Only `post` and `stats` are called from other threads.
 """
@@ -16,9 +18,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
+
 from tritone import wire
+from tritone.connectors.base import Connector, Delivery, Key
 from tritone.engines.base import BatchEngine, Chunk, Delta, Engine, Value, Values
 from tritone.errors import TritoneError, Unavailable
 
@@ -31,11 +37,15 @@ GIVEN_UP_STATUS = 70  # exit status of such a process
 Answer = Callable[[wire.AnyMessage], None]
 
 
+def _turn_once() -> None:
+    """A task that does nothing but end the wait for tasks."""
+
+
 class Peers:
-    """Outgoing channels to consumers, by address, opened when first needed. Thread-safe."""
+    """Channels to the inboxes of orchestrators, by address, opened when first needed. Thread-safe."""
 
     def __init__(self, own_address: str, on_lost: Callable[[str], None]) -> None:
-        self._own_address = own_address
+        self.own_address = own_address
         self._on_lost = on_lost  # called with the address of a peer that went away
         self._channels: dict[str, wire.Channel] = {}
         self._lock = threading.Lock()
@@ -46,7 +56,7 @@ class Peers:
             channel = self._channels.get(address)
             if channel is None:
                 channel = wire.connect(address)
-                channel.send(wire.Hello(self._own_address))
+                channel.send(wire.Hello(self.own_address))
                 self._channels[address] = channel
                 threading.Thread(
                     target=self._watch, args=(address, channel), daemon=True, name="peer"
@@ -59,7 +69,7 @@ class Peers:
     def _watch(self, address: str, channel: wire.Channel) -> None:
         with contextlib.suppress(wire.Disconnected):
             while True:
-                channel.receive()  # a consumer says nothing; this waits for its end
+                channel.receive()  # an inbox says nothing; this waits for its end
         with self._lock:
             if self._channels.get(address) is channel:
                 del self._channels[address]
@@ -127,26 +137,40 @@ class Seat:
     fed_s: float  # when something last came for it
     first_output_s: float | None = None
     numbers: dict[int, int] = field(default_factory=dict)  # pieces sent, by index of the route
+    whole: bool = False  # the engine gets nothing before all sources have ended
+    held: list[Delivery] = field(default_factory=list)  # what came until then, in order
+    busy: list[tuple[float, float]] = field(default_factory=list)  # when the engine computed meanwhile
 
 
 class StageLoop(Loop):
     """The loop of a stage whose engine batches."""
 
-    def __init__(self, model: str, engine: Engine, peers: Peers, lease_s: float) -> None:
+    def __init__(
+        self, model: str, engine: Engine, peers: Peers, connector: Connector, lease_s: float
+    ) -> None:
         super().__init__(model, lease_s)
+        self.connector = connector
+        connector.attach(
+            arrived=lambda session: self.post(partial(self.take, session)),
+            consumer_lost=lambda address: self.post(partial(self.peer_lost, address)),
+        )
         self._engine = engine
+        self._engine.wake = partial(self.post, _turn_once)
         self._peers = peers
         self._seats: dict[str, Seat] = {}
         self._failed_steps = 0
 
     def stats(self) -> dict[str, Any]:
-        return {**super().stats(), "sessions": len(self._seats)}
+        return {**super().stats(), "sessions": len(self._seats), **self.connector.stats()}
 
     def _turn(self) -> None:
         self._drain(block=not self._engine.has_work)
         self._beat_s = time.monotonic()
         if self._engine.has_work:
-            self._deliver(self._step())
+            began_s = time.monotonic()
+            deltas = self._step()
+            self._note_busy(began_s)
+            self._deliver(deltas)
         self._drop_expired()
         self._stats = dict(self._engine.stats())
 
@@ -164,37 +188,49 @@ class StageLoop(Loop):
                 raise
             return []
 
+    def _note_busy(self, began_s: float) -> None:
+        span = (began_s, time.monotonic())
+        for seat in self._seats.values():
+            seat.busy.append(span)
+
     # -- tasks that reader threads post ---------------------------------------------------------------------
 
     def open(self, message: wire.Open, answer: Answer) -> None:
+        self.connector.expect(message.session)
         try:
             self._peers.ensure(message.inbox)
             self._engine.add_request(message.session, message.inputs, message.settings)
         except wire.Disconnected as error:
+            self.connector.ignore(message.session)
             answer(
                 wire.Refused(message.call, "UNAVAILABLE", f"the orchestrator is gone ({error})", "try again")
             )
         except Exception as error:
             fault = error if isinstance(error, TritoneError) else self._logged(error, "add_request")
             self._engine.abort(message.session)
+            self.connector.ignore(message.session)
             answer(wire.Refused(message.call, fault.code, fault.what, fault.cure))
         else:
             now = time.monotonic()
-            self._seats[message.session] = Seat(message.inbox, message.routes, message.sources, now, now)
+            self._seats[message.session] = Seat(
+                message.inbox, message.routes, message.sources, now, now, whole=message.whole
+            )
             answer(wire.Opened(message.call))
             if message.sources == 0:
                 self._push(message.session, {}, last=True)
 
-    def piece(self, message: wire.Piece) -> None:
-        seat = self._seats.get(message.session)
-        if seat is None:
-            return  # cancelled meanwhile
-        seat.fed_s = time.monotonic()
-        seat.sources_left -= message.last
-        self._push(message.session, message.values, last=seat.sources_left <= 0)
+    def take(self, session: str) -> None:
+        """The connector has something for a session, or knows that it never will."""
+        try:
+            deliveries = self.connector.get(session)
+            for delivery in deliveries:
+                self._feed(session, delivery)
+        except TritoneError as error:
+            self._deliver([Delta(session, error=error)])
 
     def cancel(self, session: str) -> None:
-        if self._seats.pop(session, None) is not None:
+        self.connector.cleanup(session)
+        if self._leave(session):
             self._engine.abort(session)
 
     def peer_lost(self, address: str) -> None:
@@ -205,6 +241,37 @@ class StageLoop(Loop):
                 self._deliver([Delta(session, error=self._consumer_gone())])
 
     # -- inside the thread ----------------------------------------------------------------------------------
+
+    def _feed(self, session: str, delivery: Delivery) -> None:
+        """Raises Unavailable when what waits for the end of the input is too much."""
+        seat = self._seats.get(session)
+        if seat is None:
+            return  # what came before this failed
+        seat.fed_s = time.monotonic()
+        seat.sources_left -= delivery.last
+        has_all = seat.sources_left <= 0
+        if not seat.whole:
+            self._push(session, delivery.values, last=has_all)
+            return
+        self.connector.budget.reserve(delivery.size_bytes, self.model)
+        seat.held.append(delivery)
+        if has_all:
+            held = self._release(seat)
+            for number, earlier in enumerate(held, start=1):
+                self._push(session, earlier.values, last=number == len(held))
+
+    def _release(self, seat: Seat) -> list[Delivery]:
+        """What the seat held; it counts no longer."""
+        held, seat.held = seat.held, []
+        self.connector.budget.release(sum(delivery.size_bytes for delivery in held))
+        return held
+
+    def _leave(self, session: str) -> bool:
+        """Whether the session had a seat; now it has none."""
+        seat = self._seats.pop(session, None)
+        if seat is not None:
+            self._release(seat)
+        return seat is not None
 
     def _push(self, session: str, values: Mapping[str, Value], last: bool) -> None:
         try:
@@ -220,11 +287,10 @@ class StageLoop(Loop):
                 continue
             try:
                 self._send(delta, seat)
-            except wire.Disconnected:
+            except wire.Disconnected:  # the orchestrator is gone
                 self.cancel(delta.session)
-                # If it was not the orchestrator that is gone, it must hear of the consumer that is.
-                with contextlib.suppress(wire.Disconnected):
-                    self._peers.send(seat.inbox, self._failed(delta.session, self._consumer_gone()))
+            except TritoneError as error:  # the connector takes no more of this session
+                self._deliver([Delta(delta.session, error=error)])
 
     def _send(self, delta: Delta, seat: Seat) -> None:
         if delta.error is not None:
@@ -243,19 +309,24 @@ class StageLoop(Loop):
                 continue
             number = seat.numbers.get(index, 0)
             seat.numbers[index] = number + 1
-            piece = wire.Piece(delta.session, self.model, route.stage, number, values, last)
-            self._peers.send(route.address, piece)
+            if route.stage:
+                key = Key(delta.session, (self.model, route.stage), number)
+                self.connector.put(route.address, key, values, last)
+            else:
+                piece = wire.Piece(delta.session, self.model, "", number, values, last)
+                self._peers.send(route.address, piece)
         if last:
-            self._seats.pop(delta.session)
+            self._leave(delta.session)
+            self.connector.ignore(delta.session)
             self._peers.send(seat.inbox, self._finished(delta, seat, now))
 
     def _finished(self, delta: Delta, seat: Seat, now: float) -> wire.Finished:
         timings = {"total_s": now - seat.opened_s}
         if seat.first_output_s is not None:
             timings["first_output_s"] = seat.first_output_s - seat.opened_s
-        return wire.Finished(
-            delta.session, self.model, delta.finish_reason or "stop", dict(delta.usage), timings
-        )
+        reason = delta.finish_reason or "stop"
+        busy = np.asarray(seat.busy, np.float64).reshape(-1, 2)
+        return wire.Finished(delta.session, self.model, reason, dict(delta.usage), timings, busy)
 
     def _failed(self, session: str, error: TritoneError) -> wire.Failed:
         return wire.Failed(session, self.model, error.code, error.what, error.cure)
@@ -307,6 +378,7 @@ class BatchLoop(Loop):
         self._touched_s.update((chunk.session, self._beat_s) for chunk in chunks)
         self._num_batches += 1
         self._num_chunks += len(chunks)
+        began_s = time.monotonic()
         try:
             results = self._engine.run(chunks)
         except Exception as error:
@@ -323,7 +395,8 @@ class BatchLoop(Loop):
             if chunk.end or isinstance(result, TritoneError):
                 self.cancel(chunk.session)
         self._stats = dict(self._engine.stats())
-        answer(wire.Ran(message.call, [_stream_result(result) for result in results]))
+        busy = (began_s, time.monotonic())
+        answer(wire.Ran(message.call, [_stream_result(result, busy) for result in results]))
 
     def cancel(self, session: str) -> None:
         if self._touched_s.pop(session, None) is not None:
@@ -333,7 +406,7 @@ class BatchLoop(Loop):
         """Nothing is sent from here; streams end by their END chunk, a cancel or the lease."""
 
 
-def _stream_result(result: Values | TritoneError) -> wire.StreamResult:
+def _stream_result(result: Values | TritoneError, busy: tuple[float, float]) -> wire.StreamResult:
     if isinstance(result, TritoneError):
         return wire.StreamResult({}, result.code, result.what, result.cure)
-    return wire.StreamResult(dict(result))
+    return wire.StreamResult(dict(result), busy=busy)

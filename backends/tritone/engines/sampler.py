@@ -52,12 +52,84 @@ def sample(logits: Tensor, rows: Sequence[Row], codebook: int = 0) -> Tensor:
     logits = logits.float()
     for scores, row in zip(logits, rows, strict=True):
         _adjust(scores, row)
-    tokens = logits.argmax(-1)
-    drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
-    if drawn:
-        chosen = logits if len(drawn) == len(rows) else logits[drawn]
-        tokens[drawn] = _draw(chosen, [rows[i] for i in drawn], codebook)
-    return tokens
+    return Draw(rows, logits.shape[-1], logits.device)(logits, codebook)
+
+
+class Draw:
+    """The draw of some rows, prepared once for the many codes of a frame; without penalties and bans."""
+
+    def __init__(
+        self, rows: Sequence[Row], vocabulary: int, device: torch.device, codebooks: Sequence[int] = ()
+    ) -> None:
+        """codebooks: those whose noise is made now, in one go; that of others is made when it is needed."""
+        settings = [row.sampling for row in rows]
+        drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
+        self._drawn = None if len(drawn) == len(rows) else drawn  # None: all of them
+        self._is_greedy = not drawn
+        if self._is_greedy:
+            return
+        self._filters = _Filters.of([rows[i] for i in drawn], vocabulary, device)
+        self._has_min_p = any(settings[i].min_p for i in drawn)
+        limited = [at for at, i in enumerate(drawn) if 0 < settings[i].top_k < vocabulary]
+        others = [at for at in range(len(drawn)) if at not in limited]
+        nucleus = [at for at in others if settings[drawn[at]].top_p < 1.0]
+        self._limited, self._nucleus = limited, nucleus
+        self._whole = [at for at in others if at not in nucleus]
+        self._most = max((settings[drawn[at]].top_k for at in limited), default=0)
+        self._limited_filters = self._filters.select(limited)
+        self._nucleus_filters = self._filters.select(nucleus)
+        self._noise: dict[int, Tensor] = {}  # float64 [rows drawn, V]
+        if codebooks:
+            noise = gumbel_of_frame(vocabulary, self._filters.seeds, self._filters.positions, codebooks)
+            self._noise = dict(zip(codebooks, noise.unbind(1), strict=True))
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor, codebook: int = 0) -> Tensor:
+        """Token ids, int64 [B], of logits float32 [B, V]; codebook: as in `sample`."""
+        if self._is_greedy:
+            return logits.argmax(-1)
+        if self._drawn is None:
+            return self._draw(logits, codebook)
+        tokens = logits.argmax(-1)
+        tokens[self._drawn] = self._draw(logits[self._drawn], codebook)
+        return tokens
+
+    def _draw(self, logits: Tensor, codebook: int) -> Tensor:
+        vocabulary, filters = logits.shape[-1], self._filters
+        scaled = logits / filters.temperature
+        if self._has_min_p:
+            scaled.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + filters.log_min_p, -math.inf)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if self._limited:
+            best = scaled[self._limited].topk(self._most)
+            some = self._limited_filters
+            ranks = torch.arange(best.values.shape[-1], device=logits.device)
+            scores = best.values.masked_fill(ranks >= some.top_k, -math.inf)
+            scores = _top_p(scores, scores.logsumexp(-1, keepdim=True), some.top_p)
+            tokens[self._limited] = self._draw_ranked(scores, best.indices, some, self._limited, codebook)
+        whole = list(self._whole)
+        if self._nucleus:
+            among = scaled[self._nucleus]
+            best = among.topk(min(NUCLEUS_WIDTH, vocabulary))
+            some = self._nucleus_filters
+            scores = _top_p(best.values, among.logsumexp(-1, keepdim=True), some.top_p)
+            tokens[self._nucleus] = self._draw_ranked(scores, best.indices, some, self._nucleus, codebook)
+            # Where even the last of the best is in the nucleus, others may be too.
+            lasts = scores[:, -1].tolist()
+            whole += [i for i, last in zip(self._nucleus, lasts, strict=True) if last > -math.inf]
+        if whole:
+            tokens[whole] = _draw_whole(scaled[whole], filters.select(whole), codebook)
+        return tokens
+
+    def _draw_ranked(
+        self, scores: Tensor, tokens: Tensor, filters: _Filters, rows: list[int], codebook: int
+    ) -> Tensor:
+        """Draw, int64 [K], for `rows` among tokens [K, R] with scores [K, R]; -inf keeps a token out."""
+        if codebook in self._noise:
+            noise = self._noise[codebook][rows].gather(-1, tokens)
+        else:
+            noise = gumbel(tokens, filters.seeds, filters.positions, codebook)
+        return tokens.gather(-1, (noise + scores).argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def gumbel(tokens: Tensor, seeds: Tensor, positions: Tensor, codebook: int = 0) -> Tensor:
@@ -70,6 +142,22 @@ def gumbel_of_all(vocabulary: int, seeds: Tensor, positions: Tensor, codebook: i
     """`gumbel` of the tokens 0 … vocabulary - 1, float64 [B, V], at a quarter of the price."""
     blocks = torch.arange((vocabulary + 3) // 4, device=seeds.device).expand(len(seeds), -1)
     return _as_gumbel(_words(blocks, seeds, positions, codebook).flatten(1)[:, :vocabulary])
+
+
+def gumbel_of_frame(vocabulary: int, seeds: Tensor, positions: Tensor, codebooks: Sequence[int]) -> Tensor:
+    """`gumbel_of_all` for several codebooks at once, float64 [B, codebooks, V]."""
+    batch, number = len(seeds), len(codebooks)
+    blocks = torch.arange((vocabulary + 3) // 4, device=seeds.device)
+    shape = (batch, number, len(blocks))
+    counter = (
+        blocks.expand(shape),
+        positions[:, None, None].expand(shape),
+        torch.tensor(codebooks, device=seeds.device)[:, None].expand(shape),
+        torch.zeros((), dtype=torch.int64, device=seeds.device).expand(shape),
+    )
+    key = ((seeds & _LOW)[:, None, None], ((seeds >> 32) & _LOW)[:, None, None])
+    words = torch.stack(philox(counter, key), dim=-1)
+    return _as_gumbel(words.flatten(2)[..., :vocabulary])
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -110,45 +198,6 @@ def _adjust(scores: Tensor, row: Row) -> None:
         scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if row.banned:
         scores[torch.tensor(row.banned, device=scores.device)] = -math.inf
-
-
-def _draw(logits: Tensor, rows: Sequence[Row], codebook: int) -> Tensor:
-    """Token ids, int64 [B], of rows with a temperature; logits: float32 [B, V]."""
-    vocabulary = logits.shape[-1]
-    filters = _Filters.of(rows, vocabulary, logits.device)
-    scaled = logits / filters.temperature
-    if any(row.sampling.min_p for row in rows):
-        scaled.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + filters.log_min_p, -math.inf)
-    limited = [i for i, row in enumerate(rows) if 0 < row.sampling.top_k < vocabulary]
-    others = [i for i in range(len(rows)) if i not in limited]
-    nucleus = [i for i in others if rows[i].sampling.top_p < 1.0]
-    whole = [i for i in others if i not in nucleus]
-
-    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    if limited:
-        best = scaled[limited].topk(max(rows[i].sampling.top_k for i in limited))
-        some = filters.select(limited)
-        ranks = torch.arange(best.values.shape[-1], device=logits.device)
-        scores = best.values.masked_fill(ranks >= some.top_k, -math.inf)
-        scores = _top_p(scores, scores.logsumexp(-1, keepdim=True), some.top_p)
-        tokens[limited] = _draw_ranked(scores, best.indices, some, codebook)
-    if nucleus:
-        among = scaled[nucleus]
-        best = among.topk(min(NUCLEUS_WIDTH, vocabulary))
-        some = filters.select(nucleus)
-        scores = _top_p(best.values, among.logsumexp(-1, keepdim=True), some.top_p)
-        tokens[nucleus] = _draw_ranked(scores, best.indices, some, codebook)
-        # Where even the last of the best is in the nucleus, others may be too.
-        whole += [i for i, last in zip(nucleus, scores[:, -1].tolist(), strict=True) if last > -math.inf]
-    if whole:
-        tokens[whole] = _draw_whole(scaled[whole], filters.select(whole), codebook)
-    return tokens
-
-
-def _draw_ranked(scores: Tensor, tokens: Tensor, filters: _Filters, codebook: int) -> Tensor:
-    """Draw, int64 [B], among tokens [B, K] with scores [B, K]; -inf keeps a token out."""
-    noise = gumbel(tokens, filters.seeds, filters.positions, codebook)
-    return tokens.gather(-1, (noise + scores).argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def _draw_whole(scaled: Tensor, filters: _Filters, codebook: int) -> Tensor:

@@ -32,15 +32,16 @@ class Slots:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self, owner: str, tokens: list[int]) -> tuple[Slot, Slot | None]:
+    def take(self, owner: str, tokens: list[int], most: int | None = None) -> tuple[Slot, Slot | None]:
         """A slot for a session that will run `tokens`, and the slot to copy its first `filled` tokens from.
 
-        At least the last token is left to compute, since the answer begins from it.
+        At most `most` tokens are copied, and at least the last one is left to compute: the answer begins
+        from it.
         """
         slot, source, shared = self._free[0], None, 0
         if self._reuse:
             source = max(self.all, key=lambda slot: _shared(slot, tokens))
-            shared = min(_shared(source, tokens), len(tokens) - 1)
+            shared = min(_shared(source, tokens), len(tokens) - 1, len(tokens) if most is None else most)
             if source.owner is None and source.filled == shared:
                 slot = source  # it remembers nothing else, so that going on in place loses nothing
         self._free.remove(slot)

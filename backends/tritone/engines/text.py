@@ -11,7 +11,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,14 +30,15 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 class ChatTokenizer:
     """Tokeniser and chat template of a checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: holds tokenizer.json, config.json and a chat template."""
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ConfigError(f"'{folder}' has no tokenizer.json", "fetch the checkpoint again")
-        self._tokenizer = Tokenizer.from_file(str(file))
+    def __init__(self, folder: Path, tokenizer: Tokenizer | None = None) -> None:
+        """folder: holds config.json, a chat template and, unless `tokenizer` is given, tokenizer.json."""
+        self._tokenizer = _read_tokenizer(folder) if tokenizer is None else tokenizer
+        # What a control token means is a switch of the tokeniser, which two threads must not turn at once.
+        self._turn = threading.Lock()
         if '"ByteLevel"' not in json.dumps(json.loads(self._tokenizer.to_str())["decoder"]):
-            raise ConfigError(f"'{file}' is not a byte-level tokeniser", "use a checkpoint that has one")
+            raise ConfigError(
+                f"the tokeniser in '{folder}' is not byte-level", "use a checkpoint that has such a one"
+            )
         added = self._tokenizer.get_added_tokens_decoder()
         control = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, (*control, _OPEN, _CLOSE))))
@@ -50,9 +52,10 @@ class ChatTokenizer:
         eos = self._ids.get("eos_token_id")
         return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
-    def prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer.
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer. Any thread may ask.
 
+        messages: role and content each; content is text, or a list of parts of which some have text.
         A control token that a user typed, such as an end-of-turn mark, stays text: it cannot end the turn.
         """
         typed: list[str] = []
@@ -61,14 +64,20 @@ class ChatTokenizer:
             typed.append(match.group())
             return f"{_OPEN}{len(typed) - 1}{_CLOSE}"
 
-        rendered = self._render([{**m, "content": self._control.sub(hide, m["content"])} for m in messages])
+        def hidden(content: Any) -> Any:
+            if isinstance(content, str):
+                return self._control.sub(hide, content)
+            return [{**p, "text": self._control.sub(hide, p["text"])} if "text" in p else p for p in content]
+
+        rendered = self._render([{**message, "content": hidden(message["content"])} for message in messages])
         pieces = re.split(f"{_OPEN}(\\d+){_CLOSE}", rendered)  # text, number, text, number, … text
-        ids = self._encode(pieces[0])
-        for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-            ids += self._encode_plain(typed[int(number)]) + self._encode(piece)
+        with self._turn:
+            ids = self._encode(pieces[0])
+            for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+                ids += self._encode_plain(typed[int(number)]) + self._encode(piece)
         return ids
 
-    def _render(self, messages: Sequence[dict[str, str]]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         names = {
             f"{name}_token": self._tokenizer.id_to_token(self._ids[f"{name}_token_id"])
             for name in ("bos", "eos", "pad")
@@ -110,6 +119,11 @@ class Detokenizer:
         # A model's vocabulary can be padded beyond the tokeniser's.
         return self._decoder.decode(self._token_bytes[token]) if token < len(self._token_bytes) else ""
 
+    @property
+    def has_part(self) -> bool:
+        """The beginning of a character has come, and not its end."""
+        return bool(self._decoder.getstate()[0])
+
 
 class StopStrings:
     """Text up to the first stop string; what might begin one is held back until that is decided.
@@ -136,6 +150,11 @@ class StopStrings:
         safe, self._held = text[: len(text) - held], text[len(text) - held :]
         return safe
 
+    @property
+    def held(self) -> int:
+        """How many characters are held back."""
+        return len(self._held)
+
     def flush(self) -> str:
         """What was held back, when no more text comes."""
         text, self._held = self._held, ""
@@ -157,14 +176,20 @@ def _special_ids(folder: Path) -> dict[str, Any]:
     return {**read_config(folder), **{name: value for name, value in given.items() if value is not None}}
 
 
+def _read_tokenizer(folder: Path) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"'{folder}' has no tokenizer.json", "fetch the checkpoint again")
+    return Tokenizer.from_file(str(file))
+
+
 def _template(folder: Path) -> Any:
     """The compiled chat template; it runs in a sandbox, since it came with the weights."""
-    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    source: Any = None
-    if file.is_file():
-        source = file.read_text(encoding="utf-8")
-    elif config.is_file():
-        source = json.loads(config.read_bytes()).get("chat_template")
+    file = folder / "chat_template.jinja"
+    source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
+    for older in ("chat_template.json", "tokenizer_config.json"):
+        if source is None and (folder / older).is_file():
+            source = json.loads((folder / older).read_bytes()).get("chat_template")
     if not isinstance(source, str):
         raise ConfigError(f"'{folder}' has no chat_template.jinja", "use the checkpoint of a chat model")
     environment = ImmutableSandboxedEnvironment(

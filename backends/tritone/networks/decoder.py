@@ -1,12 +1,19 @@
 """The decoder of a Llama-, Qwen2- or Qwen3-shaped language model, with a static cache of slots.
 
     token ids ─embed─► rows [N, H] ─forward─► hidden states [N, H] ─logits─► scores [N, V]
-                                       │
-                                       └─ keys and values of every row stay in its slot of the cache
+                        ▲              │
+    rows from outside ──┘              ├─ keys and values of every row stay in its slot of the cache
+                                       └─ on request: what came out of one of the layers, as well
 
 One forward pass takes *spans*: the next token of many running slots and a piece of a prompt go through the
 layers together, so that each weight is read from memory once. Attention alone looks at every slot by itself,
-and at no more of it than is filled: a slot's rows never depend on what its neighbours hold.
+and at no more of it than is filled: a slot's rows never depend on what its neighbours hold. Neighbouring
+slots that are equally full attend in one call.
+
+A row has a place in its slot, which says what it may see, and a position, which turns its queries and keys.
+They differ for rows of images, video and sound: their positions are times, heights and widths (multimodal
+RoPE, from Qwen2-VL, https://arxiv.org/abs/2409.12191). Features of such rows can be added behind the first
+layers (DeepStack, https://arxiv.org/abs/2406.04334).
 
 In shapes: N rows, H hidden size, V vocabulary, D size of a head.
 
@@ -19,13 +26,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tritone.errors import ConfigError
+from tritone.networks.experts import ExpertsConfig, MixtureOfExperts
 from tritone.networks.weights import Weights
 
 
@@ -41,36 +49,50 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    rope: Mapping[str, Any]  # rope_type, rope_theta and what the type needs
+    rope: Mapping[str, Any]  # rope_type, rope_theta and what the type needs; mrope_section if any
     max_positions: int
     tied_head: bool  # the output head is the embedding table
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     qk_norm: bool  # RMSNorm of each query and key head before the rotation
+    experts: ExpertsConfig | None = None  # of the layers that have them instead of one MLP
+    dense_layers: frozenset[int] = frozenset()  # those that have not
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Read config.json; ConfigError for what this decoder does not compute."""
-        family = config.get("model_type")
+    def from_hf(cls, config: Mapping[str, Any], family: str | None = None) -> DecoderConfig:
+        """Read config.json, or the part of it that describes a decoder; ConfigError for what is not computed.
+
+        `family` says whose names and defaults the numbers follow, when the config's own model_type does not.
+        """
+        family = family or config.get("model_type")
         if family not in _FAMILIES:
             raise ConfigError(f"config.json has model_type '{family}'", f"use one of {', '.join(_FAMILIES)}")
-        _refuse(config, "hidden_act", {"silu"})
+        _refuse(config, "hidden_act", {None, "silu"})
         _refuse(config, "mlp_bias", {None, False})
         _refuse(config, "use_sliding_window", {None, False})
+        for kind in config.get("layer_types") or ():
+            _refuse({"layer_types": kind}, "layer_types", {"full_attention"})
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+            head_dim, layers = (
+                int(config.get("head_dim") or hidden // heads),
+                int(config["num_hidden_layers"]),
+            )
+            experts = ExpertsConfig.from_hf(config) if family in _WITH_EXPERTS else None
             return cls(
                 vocab_size=int(config["vocab_size"]),
                 hidden_size=hidden,
                 intermediate_size=int(config["intermediate_size"]),
-                num_layers=int(config["num_hidden_layers"]),
+                num_layers=layers,
                 num_heads=heads,
                 num_kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or hidden // heads),
+                head_dim=head_dim,
                 norm_eps=float(config["rms_norm_eps"]),
-                rope=_rope_parameters(config),
+                rope=_rope_parameters(config, head_dim),
                 max_positions=int(config["max_position_embeddings"]),
                 tied_head=bool(config.get("tie_word_embeddings", False)),
+                experts=experts,
+                dense_layers=_dense_layers(config, layers) if experts is not None else frozenset(),
                 **_FAMILIES[family](bool(config.get("attention_bias", False))),
             )
         except KeyError as name:
@@ -84,12 +106,19 @@ class Span:
     """Consecutive rows of one slot in a forward pass."""
 
     slot: int
-    start: int  # position of the first row: how many tokens the slot holds already
+    start: int  # place of the first row: how many tokens the slot holds already
     count: int = 1
 
     @property
     def end(self) -> int:
         return self.start + self.count
+
+
+class Forward(NamedTuple):
+    """What a forward pass gives."""
+
+    hidden: Tensor  # [N, H], normalised
+    tapped: Tensor | None  # [N, H], `hidden_states[tap]` of `transformers`; None if nobody asked
 
 
 class Decoder:
@@ -105,24 +134,39 @@ class Decoder:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         prefix: str = "model.",
-        head: str = "lm_head.weight",
+        embedding: str | None = "embed_tokens.weight",
+        head: str | None = "lm_head.weight",
     ) -> None:
-        """Load the weights under `prefix` and the output head `head`, and set the cache aside."""
+        """Load the weights and set the cache aside; ConfigError if a weight is missing.
+
+        prefix: of the names of all weights but the head.
+        embedding: name under `prefix`; None if rows come from outside, and `embed` is never called.
+        head: full name; None if scores are computed outside, and `logits` is never called.
+        """
         self.config = config
         self.device = torch.device(device)
         self.dtype = dtype
 
         def load(name: str) -> Tensor:
-            tensor = weights[name].to(self.device, dtype)
-            return tensor.clone() if tensor.dim() == 1 else tensor  # a small view would keep its file mapped
+            return weights[name].to(self.device, dtype)
+
+        def mlp(layer: int) -> GatedMLP | MixtureOfExperts:
+            name = f"{prefix}layers.{layer}.mlp."
+            if config.experts is None or layer in config.dense_layers:
+                return GatedMLP(load, name)
+            shared = GatedMLP(load, f"{name}shared_expert.") if config.experts.shared_intermediate else None
+            return MixtureOfExperts(config.experts, weights, name, self.device, dtype, shared)
 
         with torch.inference_mode():
-            self._embedding = load(f"{prefix}embed_tokens.weight")  # [V, H]
-            self._layers = [_Layer(config, load, f"{prefix}layers.{i}.") for i in range(config.num_layers)]
+            self._embedding = load(f"{prefix}{embedding}") if embedding is not None else None  # [V, H]
+            self._layers = [
+                _Layer(config, load, f"{prefix}layers.{i}.", mlp(i)) for i in range(config.num_layers)
+            ]
             self._norm = load(f"{prefix}norm.weight")  # [H]
-            self._head = Linear(self._embedding if config.tied_head else load(head))
-            # [context, D] each
-            self._cos, self._sin = _rotation_tables(config, context_tokens, self.device, dtype)
+            self._head = self._load_head(load, head)
+            self._rotary = _Rotary(config, self.device, dtype)
+            # For the rows whose position is their place: looked up faster than computed.
+            self._turns = self._rotary(torch.arange(context_tokens, device=self.device))
             # Not cleared, so that memory is taken only as slots fill; what lies beyond is never read.
             self.cache = torch.empty(
                 (config.num_layers, 2, slots, config.num_kv_heads, context_tokens, config.head_dim),
@@ -131,29 +175,57 @@ class Decoder:
             )  # keys and values [layers, 2, slots, kv_heads, context, D]
 
     @torch.inference_mode()
-    def embed(self, tokens: Sequence[int]) -> Tensor:
-        """Input rows [N, H] of token ids."""
-        return self._embedding[torch.tensor(tokens, device=self.device)]
+    def embed(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Input rows [N, H] of token ids, integers or int64 [N]."""
+        assert self._embedding is not None, "the rows of this decoder come from outside"
+        return self._embedding[torch.as_tensor(tokens, dtype=torch.int64, device=self.device)]
 
     @torch.inference_mode()
-    def forward(self, rows: Tensor, spans: Sequence[Span]) -> Tensor:
-        """Run rows [N, H], laid out span after span, through the layers; normalised hidden states [N, H].
+    def forward(
+        self,
+        rows: Tensor,
+        spans: Sequence[Span],
+        *,
+        positions: Tensor | None = None,
+        additions: Sequence[tuple[Tensor, Tensor]] = (),
+        tap: int | None = None,
+    ) -> Forward:
+        """Run rows [N, H], laid out span after span, through the layers.
+
+        positions: [N], or float32 [3, N] of time, height and width for a decoder with multimodal RoPE; a
+            row's place in its slot if None.
+        additions: for each of the first layers, rows int64 [K] and what is added to them behind it [K, H].
+        tap: how many layers the rows have been through when they are set aside, 0 for the input. Additions
+            behind the last of these are not in them; after all layers they are normalised.
 
         A slot's earlier tokens must be in the cache; those of the spans are there afterwards. A slot may have
         one span.
         """
-        slots, positions = self._places(spans)
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)  # [N, 1, D]
-        masks = [_causal_mask(span, self.device) for span in spans]
-        for layer, cache in zip(self._layers, self.cache, strict=True):
+        assert len(additions) <= len(self._layers)
+        slots, places = self._places(spans)
+        if positions is None:
+            cos, sin = (table[places] for table in self._turns)
+        else:
+            cos, sin = self._rotary(positions.to(self.device))
+        blocks = _blocks(spans)
+        masks = [_causal_mask(block, self.device) for block in blocks]
+        tapped = rows if tap == 0 else None
+        for i, (layer, cache) in enumerate(zip(self._layers, self.cache, strict=True)):
             query, key_value = layer.project(rows, cos, sin)
-            cache.permute(1, 3, 0, 2, 4)[slots, positions] = key_value
-            rows = layer.finish(rows, self._attend(query, cache, spans, masks))
-        return F.rms_norm(rows, self._norm.shape, self._norm, self.config.norm_eps)
+            cache.permute(1, 3, 0, 2, 4)[slots, places] = key_value
+            rows = layer.finish(rows, self._attend(query, cache, blocks, masks))
+            if tap == i + 1:
+                tapped = rows
+            if i < len(additions):
+                chosen, values = additions[i]
+                rows = rows.index_add(0, chosen.to(self.device), values.to(self.device, self.dtype))
+        hidden = F.rms_norm(rows, self._norm.shape, self._norm, self.config.norm_eps)
+        return Forward(hidden, hidden if tap == len(self._layers) else tapped)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [N, V] of the next token from hidden states [N, H]."""
+        assert self._head is not None, "this decoder has no head"
         return self._head(hidden)
 
     @torch.inference_mode()
@@ -161,31 +233,42 @@ class Decoder:
         """Give slot `target` the first `tokens` tokens of slot `source`."""
         self.cache[:, :, target, :, :tokens] = self.cache[:, :, source, :, :tokens]
 
+    def _load_head(self, load: Callable[[str], Tensor], name: str | None) -> Linear | None:
+        if name is None:
+            return None
+        if self.config.tied_head and self._embedding is not None:
+            return Linear(self._embedding)
+        return Linear(load(name))
+
     def _places(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-        """Slot and position of every row, both int64 [N]."""
+        """Slot of every row and its place there, both int64 [N]."""
         slots = [span.slot for span in spans for _ in range(span.count)]
-        positions = [position for span in spans for position in range(span.start, span.end)]
-        return torch.tensor(slots, device=self.device), torch.tensor(positions, device=self.device)
+        places = [place for span in spans for place in range(span.start, span.end)]
+        return torch.tensor(slots, device=self.device), torch.tensor(places, device=self.device)
 
     def _attend(
-        self, query: Tensor, cache: Tensor, spans: Sequence[Span], masks: Sequence[Tensor | None]
+        self, query: Tensor, cache: Tensor, blocks: Sequence[_Block], masks: Sequence[Tensor | None]
     ) -> Tensor:
         """Attention output [N, heads · D] of query [N, heads, D] over one layer's cache."""
         config = self.config
         keys, values = cache.unbind(0)  # [slots, kv_heads, context, D]
         out = torch.empty_like(query)
         first = 0
-        for span, mask in zip(spans, masks, strict=True):
-            last = first + span.count
-            key, value = keys[span.slot, None, :, : span.end], values[span.slot, None, :, : span.end]
-            if span.count == 1:
+        for block, mask in zip(blocks, masks, strict=True):
+            last = first + block.slots * block.rows
+            filled = slice(block.slot, block.slot + block.slots), slice(None), slice(block.end)
+            key, value = keys[filled], values[filled]
+            if block.rows == 1:
                 # The query heads that share a key head attend as that head's rows: no mask, no repeated keys.
-                grouped = query[first].view(1, config.num_kv_heads, -1, config.head_dim)
-                out[first] = F.scaled_dot_product_attention(grouped, key, value).view(-1, config.head_dim)
+                piece = query[first:last].view(block.slots, config.num_kv_heads, -1, config.head_dim)
+                attended = F.scaled_dot_product_attention(piece, key, value)
+                out[first:last] = attended.flatten(1, 2)
             else:
-                piece = query[None, first:last].transpose(1, 2)  # [1, heads, count, D]
-                attended = F.scaled_dot_product_attention(piece, key, value, attn_mask=mask, enable_gqa=True)
-                out[first:last] = attended[0].transpose(0, 1)
+                piece = query[first:last].view(block.slots, block.rows, -1, config.head_dim)
+                attended = F.scaled_dot_product_attention(
+                    piece.transpose(1, 2), key, value, attn_mask=mask, enable_gqa=True
+                )  # [slots, heads, rows, D]
+                out[first:last] = attended.transpose(1, 2).flatten(0, 1)
             first = last
         return out.flatten(1)
 
@@ -223,7 +306,13 @@ class GatedMLP:
 class _Layer:
     """One layer around the attention itself, which the decoder does, since it owns the cache."""
 
-    def __init__(self, config: DecoderConfig, load: Callable[[str], Tensor], prefix: str) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        load: Callable[[str], Tensor],
+        prefix: str,
+        mlp: Callable[[Tensor], Tensor],
+    ) -> None:
         self._config = config
         attention = f"{prefix}self_attn."
 
@@ -238,7 +327,7 @@ class _Layer:
             load(f"{attention}o_proj.weight"), load(f"{attention}o_proj.bias") if config.output_bias else None
         )
         self._mlp_norm = load(f"{prefix}post_attention_layernorm.weight")
-        self._mlp = GatedMLP(load, f"{prefix}mlp.")
+        self._mlp = mlp
 
     def project(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [N, H] to rotated queries [N, heads, D] and rotated keys with values [N, 2, kv_heads, D]."""
@@ -264,13 +353,51 @@ class _Layer:
         return F.rms_norm(x, weight.shape, weight, self._config.norm_eps)
 
 
+class _Block(NamedTuple):
+    """Spans of equal start and length in neighbouring slots, which attend in one call."""
+
+    slot: int  # the first
+    slots: int
+    start: int
+    rows: int  # of each slot
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows
+
+
+class _Rotary:
+    """The turn of a head by its row's position: `x · cos + roll(x, D / 2) · sin`."""
+
+    def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
+        frequencies = _rotary_frequencies(config)
+        self._dtype = dtype
+        # float32 [D]; the first half turns the other way, which is where `roll` needs a minus
+        self._frequencies = torch.cat((-frequencies, frequencies)).to(device)
+        self._axes: Tensor | None = None  # int64 [D]: which of the three positions turns it
+        if "mrope_section" in config.rope:
+            self._axes = _interleaved_axes(config.rope["mrope_section"]).repeat(2).to(device)
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [N, 1, D], of positions [N] or [3, N]; computed in float32 whatever the dtype."""
+        if positions.dim() == 1:
+            turned_by = positions.float().unsqueeze(1)
+        else:
+            assert self._axes is not None, "this decoder has positions of one dimension"
+            turned_by = positions.float().t().index_select(1, self._axes)
+        angles = (turned_by * self._frequencies).unsqueeze(1)
+        return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+
+
 _PACKED_FOR_ROWS = 8  # batch size that the packed layout is chosen for; others work as well
 
 _FAMILIES: dict[str, Callable[[bool], dict[str, bool]]] = {
     "llama": lambda bias: {"qkv_bias": bias, "output_bias": bias, "qk_norm": False},
     "qwen2": lambda bias: {"qkv_bias": True, "output_bias": False, "qk_norm": False},
     "qwen3": lambda bias: {"qkv_bias": bias, "output_bias": bias, "qk_norm": True},
+    "qwen3_moe": lambda bias: {"qkv_bias": bias, "output_bias": bias, "qk_norm": True},
 }
+_WITH_EXPERTS = {"qwen3_moe"}
 
 
 def _can_pack(weight: Tensor) -> bool:
@@ -283,23 +410,29 @@ def _can_pack(weight: Tensor) -> bool:
     )
 
 
-def _causal_mask(span: Span, device: torch.device) -> Tensor | None:
-    """Which tokens each row of a span may see, bool [count, end]; None for a single row: it sees them all."""
-    if span.count == 1:
+def _blocks(spans: Sequence[Span]) -> list[_Block]:
+    """The spans in their order, those taken together that can be."""
+    blocks: list[_Block] = []
+    for span in spans:
+        last = blocks[-1] if blocks else _Block(-1, 0, 0, 0)
+        if (last.slot + last.slots, last.start, last.rows) == (span.slot, span.start, span.count):
+            blocks[-1] = last._replace(slots=last.slots + 1)
+        else:
+            blocks.append(_Block(span.slot, 1, span.start, span.count))
+    return blocks
+
+
+def _causal_mask(block: _Block, device: torch.device) -> Tensor | None:
+    """Which tokens each row of a slot may see, bool [rows, end]; None for a single row: it sees them all."""
+    if block.rows == 1:
         return None
-    return torch.ones((span.count, span.end), dtype=torch.bool, device=device).tril_(span.start)
+    return torch.ones((block.rows, block.end), dtype=torch.bool, device=device).tril_(block.start)
 
 
-def _rotation_tables(
-    config: DecoderConfig, positions: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [positions, D], such that `x · cos + roll(x, D / 2) · sin` rotates a head."""
-    angles = torch.outer(torch.arange(positions).float(), _rotary_frequencies(config))
-    cos, sin = angles.cos(), angles.sin()
-    return (
-        torch.cat((cos, cos), dim=-1).to(device, dtype),
-        torch.cat((-sin, sin), dim=-1).to(device, dtype),
-    )
+def _dense_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """Those with one MLP among layers with experts."""
+    named, step = set(config.get("mlp_only_layers") or ()), int(config.get("decoder_sparse_step") or 1)
+    return frozenset(i for i in range(layers) if i in named or (i + 1) % step)
 
 
 def _rotary_frequencies(config: DecoderConfig) -> Tensor:
@@ -316,7 +449,19 @@ def _rotary_frequencies(config: DecoderConfig) -> Tensor:
     return frequencies
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _interleaved_axes(sections: Sequence[int]) -> Tensor:
+    """Which position turns each pair of a head, int64 [D / 2]: time, height, width, time, … in turn.
+
+    Where height or width has had its number of pairs, its turn is time's (`recomposition_frequencies` in
+    `transformers`).
+    """
+    axes = torch.zeros(sum(sections), dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
+
+
+def _rope_parameters(config: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:
     """rope_theta, rope_type and the type's own numbers, from the newer or the older form of config.json."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.get("type", "default"))
@@ -324,6 +469,17 @@ def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if rope["rope_theta"] is None:
         raise KeyError("rope_theta")
     _refuse(rope, "rope_type", {"default", "llama3"})
+    _refuse(rope, "partial_rotary_factor", {None, 1})
+    interleaved = rope.get("mrope_interleaved", rope.get("interleaved"))
+    if interleaved is None and "mrope_section" not in rope:
+        return rope
+    sections = rope["mrope_section"]
+    _refuse({"mrope_interleaved": interleaved}, "mrope_interleaved", {True})
+    if len(sections) != 3 or sum(sections) != head_dim // 2:
+        raise ConfigError(
+            f"config.json has mrope_section {sections} with head_dim {head_dim}",
+            "use three numbers that add up to half the head_dim",
+        )
     return rope
 
 

@@ -30,7 +30,12 @@ from tritonclient.utils import (
 
 RATE_HZ = 24_000
 INFO = {
-    "usage": {"prompt_tokens": 5, "audio_s": 0.5},
+    "usage": {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "audio_s": 0.5,
+        "stages": {"thinker": {"prompt_tokens": 5, "completion_tokens": 2}},
+    },
     "timings": {"total_s": 0.3, "stages": {"thinker": {"busy_s": 0.1}}},
     "seed": 7,
 }

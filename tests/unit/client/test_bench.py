@@ -15,6 +15,8 @@ from tritone_client.bench import (
     summarize,
     table,
 )
+from tritone_client.bench_stages import StageReport, StageTimes, stage_table
+from tritone_client.events import Done as DoneEvent
 
 
 async def reports_of(triton, plan: BenchPlan):
@@ -34,6 +36,7 @@ async def test_levels_prompts_and_seeds(triton):
     sampling = [json.loads(request.text("sampling_parameters")) for request in measured]
     assert sorted(values["seed"] for values in sampling) == list(range(100, 116))
     assert all(values["max_tokens"] == 16 for values in sampling)
+    assert all(request.inputs["return_timings"].tolist() == [True] for request in measured)
     assert [request.text("text_input") for request in measured[:8]] == list(PROMPTS[:8])
     assert 0.02 <= one.ttft_p50_s <= one.ttfp_p50_s <= one.e2el_p50_s <= one.e2el_p99_s
     assert one.requests_per_s == pytest.approx(8 / one.wall_s)
@@ -104,6 +107,56 @@ def test_table_has_a_column_per_level():
     assert rows["TTFP p50 / p99 (s)"] == ["-", "/", "-", "-", "/", "-"]
     assert rows["requests / s"] == ["1.00", "2.00"]
     assert rows["errors"] == ["0", "0"]
+
+
+def told(audio_chunks=4, total_s=2.0, idle_s=None, **stages) -> RequestRecord:
+    """A request whose server told this of its stages."""
+    timings = {"total_s": total_s, "stages": stages} | ({} if idle_s is None else {"idle_s": idle_s})
+    measured = Timings(0.1, 0.2, 2.1, 1.0, 2.1)
+    done = DoneEvent({}, {}, stages, 1, {"timings": timings}, measured, 9)
+    return RequestRecord(measured, Underruns(0, 0.0), None, StageTimes.of(done, audio_chunks))
+
+
+def test_shares_are_of_the_time_in_which_a_stage_computes():
+    report = summarize(
+        1,
+        [
+            told(idle_s=0.1, thinker={"total_s": 1.5, "busy_s": 0.5}, code2wav={"calls": 4, "calls_s": 0.3}),
+            told(idle_s=0.2, thinker={"total_s": 1.6, "busy_s": 0.6, "first_output_s": 0.25}),
+            told(idle_s=0.4, thinker={"total_s": 1.7, "busy_s": 1.0}),
+            told(idle_s=9.0, audio_chunks=0),
+        ],
+        wall_s=8.0,
+    )
+    assert report.stages["thinker"] == StageReport(1.6, 0.25, 0.6, 0.3)
+    # What a stage does not say of its work is not guessed from how long it was waited for.
+    assert report.stages["code2wav"] == StageReport(0.3, None, None, None)
+    assert report.chain_overhead_p50_s == 0.05
+    assert report.as_dict()["stages"]["thinker"]["busy_share_p50"] == 0.3
+
+
+def test_the_stage_table_has_a_row_a_figure_and_none_for_what_nobody_tells():
+    one = summarize(1, [told(idle_s=0.02, thinker={"total_s": 1.5, "busy_s": 0.5})], 2.0)
+    many = summarize(16, [told(thinker={"total_s": 1.75}, talker={"total_s": 1.0})], 2.0)
+    lines = stage_table([one, many]).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split() == ["concurrency", "1", "16"]
+    assert [line.rsplit(None, 2) for line in lines[2:]] == [
+        ["thinker: share of time p50", "25%", "-"],
+        ["thinker: busy p50 (s)", "0.500", "-"],
+        ["thinker: open p50 (s)", "1.500", "1.750"],
+        ["talker: open p50 (s)", "-", "1.000"],
+        ["chain overhead / audio chunk p50 (s)", "0.005", "-"],
+    ]
+    assert stage_table([summarize(1, [RequestRecord(None, Underruns(0, 0.0), None)], 1.0)]) == ""
+
+
+@pytest.mark.asyncio
+async def test_answers_of_odd_unicode_are_measured_like_others(triton):
+    triton.script = [Text("\ufffd\u202e\x00\U0010ffff"), Audio(100), Text("\u0301\n\x1b[2J"), Done()]
+    [report] = await reports_of(triton, BenchPlan((2,), num_requests=4))
+    assert report.num_errors == 0 and report.ttft_p50_s > 0
+    assert report.stages["thinker"].busy_p50_s == 0.1
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,32 @@ def test_chat_system_text_goes_first(triton, tmp_path):
     assert "text_input" not in triton.requests[0].inputs
 
 
+def test_chat_attaches_files_of_any_kind_in_any_number_and_order(triton, tmp_path):
+    paths = {name: tmp_path / name for name in ("a.png", "b.png", "c.wav", "d.mp4")}
+    for name, path in paths.items():
+        path.write_bytes(name.encode() + b"\x00")
+    options = ["--video", str(paths["d.mp4"]), "--image", str(paths["a.png"]), "--audio", str(paths["c.wav"])]
+    options += ["--image", str(paths["b.png"]), "--use-audio-in-video", "--codec-chunk-growth", "1.5"]
+    options += ["--initial-codec-chunk-frames", "2", "--codec-chunk-frames", "9", "--system", "be brief"]
+    assert main(["chat", *options, "what is this?", "--url", triton.url]) == 0
+    [request] = triton.requests
+    assert request.inputs["image"].tolist() == [b"a.png\x00", b"b.png\x00"]
+    assert request.inputs["audio"].tolist() == [b"c.wav\x00"]
+    assert request.inputs["video"].tolist() == [b"d.mp4\x00"]
+    kinds = ["image", "image", "audio", "video"]
+    content = [*({"type": kind} for kind in kinds), {"type": "text", "text": "what is this?"}]
+    assert json.loads(request.text("messages")) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": content},
+    ]
+    assert request.parameters == {
+        "use_audio_in_video": True,
+        "initial_codec_chunk_frames": 2,
+        "codec_chunk_frames": 9,
+        "codec_chunk_growth": "1.5",
+    }
+
+
 def test_chat_json_is_one_object_per_event_and_a_summary(triton, tmp_path, capsys):
     out = tmp_path / "reply.wav"
     assert main(["chat", "hi", "--json", "--url", triton.url, "--out", str(out)]) == 0
@@ -196,6 +222,29 @@ def test_what_a_server_says_of_the_sound_comes_with_the_files_name(triton, tmp_p
     assert about_request == "tritone: audio_format is 'x'; use one of s16"
 
 
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("image[1] is no picture; send a PNG", "b.png"),
+        ("image[0] is no picture; send a PNG", "a.png"),
+        ("video has 9 bytes; send less", "c.mp4"),
+        ("image is missing; send it", None),  # of two: it does not say which
+        ("image[7] is no picture; send a PNG", None),
+        ("audio is empty; send a recording", None),  # there is none
+        ("video_fps is 0; send more", None),
+    ],
+)
+def test_of_several_files_the_one_that_is_meant_is_named(triton, tmp_path, capsys, message, named):
+    options = []
+    for kind, name in (("image", "a.png"), ("image", "b.png"), ("video", "c.mp4")):
+        (tmp_path / name).write_bytes(b"x")
+        options += [f"--{kind}", str(tmp_path / name)]
+    triton.script = [Fail(grpc.StatusCode.INVALID_ARGUMENT, f"TRITONE_INVALID_ARG: {message}")]
+    assert main(["chat", *options, "--url", triton.url]) == 1
+    path = f"{tmp_path / named}: " if named else ""
+    assert capsys.readouterr().err == f"tritone: {path}{message}\n"
+
+
 def test_ping(triton, capsys):
     stages = {"thinker": {"engines": [{"beat_age_s": 0.1}]}, "talker": {"engines": []}}
     triton.script = [Done({}, {"stages": stages})]
@@ -225,6 +274,8 @@ def test_bench_prints_a_table(triton, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["concurrency", "1", "2"]
     assert any(line.startswith("RTF p50 / max") for line in lines)
+    assert lines[lines.index("") + 1].split() == ["concurrency", "1", "2"]
+    assert ["thinker:", "busy", "p50", "(s)", "0.100", "0.100"] in [line.split() for line in lines]
     assert [request.text("text_input") for request in triton.requests[:4]] == ["one", "two", "one", "two"]
 
 
@@ -267,7 +318,10 @@ def test_bench_json_and_errors(triton, capsys):
     [
         (["chat", "hi", "--url", "127.0.0.1:1"], "could not reach a Triton server at 127.0.0.1:1"),
         (["chat", "hi", "--url", "http://127.0.0.1:8000"], "without a scheme"),
-        (["chat", "--audio", "/no/such.wav"], "cannot read the audio file"),
+        (["chat", "--audio", "/no/such.wav"], "cannot read the audio file '/no/such.wav': No such file"),
+        (["chat", "--image", "/no/such.png"], "cannot read the image file '/no/such.png': No such file"),
+        (["chat", "hi", "--video", "/tmp"], "cannot read the video file '/tmp': Is a directory"),
+        (["chat", "hi", "--use-audio-in-video"], "use_audio_in_video is true but there is no video"),
         (["say", "hi", "--out", "/no/such/folder/x.wav"], "/no/such/folder/x.wav: No such file"),
         (["bench", "--prompts", "/no/such.txt"], "/no/such.txt: No such file"),
         (["bench", "--url", "127.0.0.1:1"], "could not reach"),
@@ -309,6 +363,8 @@ def test_a_bug_is_one_sentence_too(triton, monkeypatch, capsys):
         ["bench", "--concurrency", "1,x"],
         ["bench", "--concurrency", "0"],
         ["chat", "hi", "--no-such-option"],
+        ["chat", "hi", "--codec-chunk-frames", "0"],
+        ["chat", "--system", "be brief"],
         ["no-such-command"],
     ],
 )

@@ -155,6 +155,8 @@ async def test_say_sends_a_conversation_that_ends_with_the_assistant(triton):
         answer = await gather(client.say("Good night", speaker="Ethan"))
         with pytest.raises(InvalidRequest, match="not messages"):
             client.say("Good night", messages=[])
+        with pytest.raises(InvalidRequest, match="leave system out"):
+            client.say("Good night", system="be brief")
     assert answer.samples.size == 1000
     [request] = triton.requests
     assert request.text("messages") == '[{"role": "assistant", "content": "Good night"}]'

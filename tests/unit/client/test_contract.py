@@ -1,9 +1,12 @@
 """What the client sends is what the library declares."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from tritonclient.utils import np_to_triton_dtype
 
+from tritone_client.events import FinishReason
 from tritone_client.request import AUDIO_FORMATS, build_request, operation_request
 
 contract = pytest.importorskip("tritone.contract")
@@ -36,6 +39,26 @@ def test_inputs_have_the_declared_name_type_and_rank(name):
 
 def test_audio_formats_are_the_declared_ones():
     assert AUDIO_FORMATS == contract.AUDIO_FORMATS
+
+
+def test_finish_reasons_are_the_declared_ones():
+    assert set(get_args(FinishReason)) == set(contract.FINISH_REASONS)
+
+
+@pytest.mark.parametrize("growth", [2, 1.5])
+def test_parameters_have_the_declared_name_and_type(growth):
+    request = build_request(
+        video=b"mp4",
+        use_audio_in_video=True,
+        initial_codec_chunk_frames=2,
+        codec_chunk_frames=9,
+        codec_chunk_growth=growth,
+        deadline_s=1.0,
+    )
+    assert len(request.parameters) == 5
+    for name, value in request.parameters.items():
+        kind = contract.PARAMETERS[name]
+        assert float(value) == growth if kind is float else type(value) is kind
 
 
 def test_the_deadline_is_a_declared_parameter():

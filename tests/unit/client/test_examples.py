@@ -28,16 +28,33 @@ def run_example(monkeypatch, name: str, *arguments: str) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
+def files_of(tmp_path: Path, name: str) -> list[str]:
+    """The files that an example asks for, made where nothing else lies."""
+    picture, question = tmp_path / "picture.png", tmp_path / "question.wav"
+    wanted = {
+        "plain_shared_memory.py": [question],
+        "see_and_hear.py": [picture, question],
+        "plain_messages.py": [picture],
+    }.get(name, [])
+    if picture in wanted:
+        picture.write_bytes(b"\x89PNG\x00")
+    if question in wanted:
+        write_wav(question, counting_samples(0, 4000), 16_000)
+    return [str(path) for path in wanted]
+
+
 def assert_reply(path: Path) -> None:
     samples, rate_hz = soundfile.read(path, dtype="int16")
     assert rate_hz == 24_000
     np.testing.assert_array_equal(samples, counting_samples(0, 1000))
 
 
-@pytest.mark.parametrize("name", ["chat_async.py", "chat_sync.py", "plain_grpc_sync.py", "plain_grpc_aio.py"])
+@pytest.mark.parametrize(
+    "name", ["chat_async.py", "chat_sync.py", "plain_grpc_sync.py", "plain_grpc_aio.py", "see_and_hear.py"]
+)
 def test_streaming_examples(triton, monkeypatch, tmp_path, capsys, name):
     out = tmp_path / "reply.wav"
-    run_example(monkeypatch, name, "--url", triton.url, "--out", str(out))
+    run_example(monkeypatch, name, *files_of(tmp_path, name), "--url", triton.url, "--out", str(out))
     assert "Hello" in capsys.readouterr().out
     assert_reply(out)
 
@@ -60,7 +77,34 @@ def test_plain_aio_example_can_stop(triton, monkeypatch, tmp_path, capsys):
     assert triton.cancelled.wait(2.0)
 
 
-@pytest.mark.parametrize("name", ["plain_grpc_sync.py", "plain_grpc_aio.py", "plain_shared_memory.py"])
+def test_see_and_hear_asks_about_both_files(triton, monkeypatch, tmp_path):
+    picture, question = files_of(tmp_path, "see_and_hear.py")
+    arguments = [picture, question, "Well?", "--url", triton.url, "--out", str(tmp_path / "reply.wav")]
+    run_example(monkeypatch, "see_and_hear.py", *arguments)
+    [request] = triton.requests
+    assert request.model == "qwen3_omni"
+    assert request.inputs["image"].tolist() == [Path(picture).read_bytes()]
+    assert request.inputs["audio"].tolist() == [Path(question).read_bytes()]
+    system, user = json.loads(request.text("messages"))
+    assert system["role"] == "system"
+    assert user["content"] == [{"type": "image"}, {"type": "audio"}, {"type": "text", "text": "Well?"}]
+
+
+def test_plain_messages_refer_to_their_picture(triton, monkeypatch, tmp_path, capsys):
+    [picture] = files_of(tmp_path, "plain_messages.py")
+    run_example(monkeypatch, "plain_messages.py", picture, "Well?", "--url", triton.url)
+    [request] = triton.requests
+    assert request.model == "qwen3_omni_sync"
+    assert request.inputs["image"].tolist() == [Path(picture).read_bytes()]
+    content = [{"type": "image"}, {"type": "text", "text": "Well?"}]
+    assert json.loads(request.text("messages"))[-1] == {"role": "user", "content": content}
+    assert request.text("modalities") == "text"
+    assert capsys.readouterr().out == "Hello\n5 tokens of prompt, 2 of answer\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["plain_grpc_sync.py", "plain_grpc_aio.py", "plain_shared_memory.py", "plain_messages.py"]
+)
 def test_plain_examples_use_tritonclient_alone(name):
     source = (EXAMPLES / name).read_text(encoding="utf-8")
     assert "tritone_client" not in source and "soundfile" not in source
@@ -100,14 +144,12 @@ def test_sync_example_asks_the_question(triton, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", [path.name for path in sorted(EXAMPLES.glob("*.py"))])
 def test_examples_without_a_server_say_so(monkeypatch, tmp_path, name):
-    question = tmp_path / "question.wav"
-    write_wav(question, counting_samples(0, 4000), 16_000)
-    arguments = [str(question)] if name == "plain_shared_memory.py" else []
-    arguments += ["--url", "127.0.0.1:1", "--out", str(tmp_path / "reply.wav")]
+    files = files_of(tmp_path, name)
+    out = [] if name == "plain_messages.py" else ["--out", str(tmp_path / "reply.wav")]
     with pytest.raises(SystemExit, match=r"127\.0\.0\.1:1") as exit_:
-        run_example(monkeypatch, name, *arguments)
+        run_example(monkeypatch, name, *files, "--url", "127.0.0.1:1", *out)
     assert "\n" not in exit_.value.code
-    assert list(tmp_path.iterdir()) == [question]
+    assert sorted(map(str, tmp_path.iterdir())) == sorted(files)
 
 
 @pytest.mark.parametrize("name", ["chat_async.py", "chat_sync.py", "plain_grpc_aio.py", "plain_grpc_sync.py"])

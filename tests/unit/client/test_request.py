@@ -75,6 +75,57 @@ def test_files_are_sent_as_they_are(tmp_path):
     assert both["image"].tolist() == [b"png"] and both["video"].tolist() == [b"mp4"]
 
 
+def test_several_files_or_a_system_text_make_a_conversation():
+    part = {"type": "text", "text": "hi"}
+    request = build_request("hi", videos=[b"v"], audios=(b"a", b"b"), images=[b"i"])
+    kinds = ["image", "audio", "audio", "video"]
+    assert json.loads(text(request, "messages")) == [
+        {"role": "user", "content": [*({"type": kind} for kind in kinds), part]}
+    ]
+    assert request.inputs["audio"].tolist() == [b"a", b"b"] and "text_input" not in request.inputs
+    system = {"role": "system", "content": "be brief"}
+    asked = {"role": "user", "content": "hi"}
+    assert json.loads(text(build_request("hi", system="be brief"), "messages")) == [system, asked]
+    silent = build_request(audio=(np.zeros(3, np.float32), 16_000), system="be brief")
+    assert json.loads(text(silent, "messages")) == [system, {"role": "user", "content": [{"type": "audio"}]}]
+
+
+def test_one_file_goes_along_with_the_prompt():
+    one = build_request("hi", images=[b"i"])
+    assert text(one, "text_input") == "hi" and "messages" not in one.inputs
+    assert one.inputs["image"].tolist() == [b"i"]
+    assert "image" not in build_request("hi", images=[], audios=[]).inputs
+
+
+def test_messages_of_the_caller_stay_as_they_are():
+    messages = [{"role": "user", "content": [{"type": "audio"}, {"type": "image"}]}]
+    request = build_request(messages=messages, images=[b"i"], audio=b"a")
+    assert json.loads(text(request, "messages")) == messages
+
+
+def test_parameters_with_a_name_of_their_own():
+    request = build_request(
+        "hi",
+        video=b"v",
+        use_audio_in_video=True,
+        initial_codec_chunk_frames=2,
+        codec_chunk_frames=10,
+        codec_chunk_growth=1.5,
+        parameters={"codec_chunk_frames": 3, "traceparent": "00-1"},
+    )
+    assert request.parameters == {
+        "traceparent": "00-1",
+        "use_audio_in_video": True,
+        "initial_codec_chunk_frames": 2,
+        "codec_chunk_frames": 10,
+        "codec_chunk_growth": "1.5",
+    }
+    assert build_request("hi", codec_chunk_growth=2.0).parameters == {"codec_chunk_growth": 2}
+    assert build_request("hi", video=b"v", use_audio_in_video=False).parameters == {
+        "use_audio_in_video": False
+    }
+
+
 @pytest.mark.parametrize(
     ("samples", "expected"),
     [
@@ -97,6 +148,12 @@ def test_raw_audio_becomes_float32_with_its_rate(samples, expected):
         ({}, "nothing is asked"),
         ({"prompt": "a", "messages": []}, "both prompt and messages"),
         ({"prompt": "a", "audio": "/no/such/file.wav"}, "cannot read the audio file '/no/such/file.wav'"),
+        ({"prompt": "a", "images": ["/no/such/file.png"]}, "cannot read the image file '/no/such/file.png'"),
+        ({"prompt": "a", "image": b"x", "images": [b"y"]}, "both image and images are given"),
+        ({"prompt": "a", "videos": "film.mp4"}, "videos is one file; give a list of files, or video"),
+        ({"messages": [], "system": "a"}, "both system and messages"),
+        ({"system": "a"}, "nothing is asked"),
+        ({"prompt": "a", "use_audio_in_video": True}, "there is no video"),
         ({"audio": (np.zeros((2, 3)), 16_000)}, "shape [2, 3]"),
         ({"audio": (np.zeros(0), 16_000)}, "shape [0]"),
         ({"audio": (np.zeros(3, dtype=np.int32), 16_000)}, "int32"),

@@ -20,7 +20,8 @@ def test_every_public_class_and_function_says_what_it_is():
     undocumented = [
         name
         for name in tritone_client.__all__
-        if callable(getattr(tritone_client, name)) and not getattr(tritone_client, name).__doc__
+        if inspect.isroutine(value := getattr(tritone_client, name)) or inspect.isclass(value)
+        if not value.__doc__
     ]
     assert undocumented == []
 

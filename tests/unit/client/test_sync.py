@@ -1,5 +1,6 @@
 """The sync face: the same behaviour from ordinary code and threads."""
 
+import json
 import signal
 import threading
 import time
@@ -33,6 +34,17 @@ def test_stream_say_and_ask(triton):
     assert answer.text == "Hello"
     np.testing.assert_array_equal(answer.samples, counting_samples(0, 1000))
     assert client_threads() == []
+
+
+def test_files_and_a_system_text_make_a_conversation(triton):
+    with TritoneClient(triton.url) as client:
+        answer = client.ask("What?", images=[b"png"], audios=[b"wav"], system="be brief")
+    assert answer.text == "Hello" and answer.done.usage["stages"]["thinker"]["prompt_tokens"] == 5
+    [request] = triton.requests
+    assert request.inputs["image"].tolist() == [b"png"] and request.inputs["audio"].tolist() == [b"wav"]
+    system, user = json.loads(request.text("messages"))
+    assert system == {"role": "system", "content": "be brief"}
+    assert [part["type"] for part in user["content"]] == ["image", "audio", "text"]
 
 
 def test_ping_and_describe(triton):

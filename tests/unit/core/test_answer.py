@@ -9,10 +9,15 @@ import pytest
 
 from tritone import deploy as deploys
 from tritone.answer import Answer
+from tritone.busy import BusyTimes
 from tritone.request import read_request
 
 DEPLOY = deploys.load(Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml")
 RATE_HZ = 24000
+USAGE = {
+    "thinker": {"prompt_tokens": 7, "completion_tokens": 3, "cached_tokens": 2},
+    "talker": {"prompt_tokens": 90, "completion_tokens": 11, "codec_frames": 10},
+}
 REQUEST = read_request({"text_input": "Hi"}, {}, DEPLOY, drawn_seed=5)
 
 
@@ -37,7 +42,7 @@ async def fill(made):
     await made.audio(tone(500, 300))
     await made.audio(np.zeros(0, np.float32))
     made.finish_reasons.update(text="stop", audio="stop")
-    await made.done({"prompt_tokens": 7}, {"thinker": {"total_s": 1.0}})
+    await made.done(USAGE, {"thinker": {"total_s": 1.0}}, BusyTimes(), "thinker")
 
 
 async def test_a_stream_is_numbered_placed_and_ends_once():
@@ -69,7 +74,14 @@ async def test_done_tells_reasons_usage_seed_and_timings_if_asked():
     last = responses[-1][0]
     info = json.loads(last["info"][0])
     assert json.loads(last["finish_reason"][0]) == {"text": "stop", "audio": "stop"}
-    assert info["usage"] == {"prompt_tokens": 7, "audio_s": round(800 / RATE_HZ, 6)} and info["seed"] == 5
+    assert info["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 3,
+        "codec_frames": 10,
+        "audio_s": round(800 / RATE_HZ, 6),
+        "stages": USAGE,
+    }
+    assert info["seed"] == 5
     assert info["timings"]["stages"] == {"thinker": {"total_s": 1.0}}
     assert 0 <= info["timings"]["ttft_s"] <= info["timings"]["ttfp_s"] <= info["timings"]["total_s"]
     assert int(last["num_input_tokens"][0]) == 7
@@ -83,3 +95,12 @@ async def test_output_tokens_are_counted_where_they_are_sent(stream, counts):
     made, responses = answer(stream=stream, return_num_output_tokens=True)
     await fill(made)
     assert [int(t["num_output_tokens"][0]) for t, _ in responses if "num_output_tokens" in t] == counts
+
+
+async def test_without_a_writer_no_stage_speaks_for_the_text():
+    made, responses = answer(stream=True, return_num_input_tokens=True)
+    await made.done({"talker": {"prompt_tokens": 90, "completion_tokens": 11}}, {}, BusyTimes())
+    last = responses[-1][0]
+    usage = json.loads(last["info"][0])["usage"]
+    assert set(usage) == {"audio_s", "stages"} and usage["stages"]["talker"]["prompt_tokens"] == 90
+    assert int(last["num_input_tokens"][0]) == 0

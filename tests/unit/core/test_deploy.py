@@ -31,6 +31,11 @@ def test_the_shipped_file_is_valid_and_caps_bls_below_the_default_thread_pool():
         ("pipeline: smoltalk\nmax_inflight: 3", ["max_inflight", "max_in_flight"]),
         ("pipeline: smoltalk\nmax_in_flight: many", ["max_in_flight", "int"]),
         ("pipeline: smoltalk\nmax_in_flight: 0", ["max_in_flight", "at least 1"]),
+        ("pipeline: smoltalk\nmode: async", ["mode is 'async'", "async_chunk or sync"]),
+        ("pipeline: smoltalk\nconector: {}", ["conector", "did you mean 'connector'"]),
+        ("pipeline: smoltalk\nconnector: {window: 1}", ["connector", "'window'", "window_bytes"]),
+        ("pipeline: smoltalk\nconnector: {window_bytes: 0}", ["connector.window_bytes is 0", "at least 1"]),
+        ("pipeline: smoltalk\nconnector: {queued_bytes: big}", ["connector", "queued_bytes"]),
         ("pipeline: smoltalk\nstages: {taker: {}}", ["taker", "talker"]),
         ("pipeline: smoltalk\nstages: {talker: {instnces: 2}}", ["talker", "instnces", "instances"]),
         ("pipeline: smoltalk\nstages: {thinker: {engine: {max_slot: 2}}}", ["max_slot", "max_slots"]),
@@ -39,6 +44,14 @@ def test_the_shipped_file_is_valid_and_caps_bls_below_the_default_thread_pool():
         ("pipeline: smoltalk\nstages: {code2wav: {sampling: {seed: 1}}}", ["does not sample"]),
         ("pipeline: smoltalk\nstages: {ears: {device: tpu}}", ["tpu", "cpu or gpu"]),
         ("pipeline: smoltalk\nchunks: {frames: 3}", ["chunks", "frames", "codec_chunk_frames"]),
+        ("pipeline: smoltalk\nchunks: {codec_chunk_growth: 0.5}", ["codec_chunk_growth", "0.5", "0 or 1"]),
+        ("pipeline: smoltalk\nchunks: {codec_chunk_growth: .nan}", ["codec_chunk_growth", "nan"]),
+        ("pipeline: smoltalk\nchunks: {codec_chunk_growth: fast}", ["chunks", "float"]),
+        ("pipeline: smoltalk\nlimits: {image_bytes: 0}", ["limits.image_bytes", "at least 1"]),
+        ("pipeline: smoltalk\nlimits: {video_bytes: 0}", ["limits.video_bytes", "at least 1"]),
+        ("pipeline: smoltalk\nlimits: {image_pixels: 0}", ["limits.image_pixels", "at least 1"]),
+        ("pipeline: smoltalk\nlimits: {video_s: 0}", ["limits.video_s", "at least 0.1"]),
+        ("pipeline: smoltalk\nlimits: {video_seconds: 3}", ["video_seconds", "video_s"]),
         ("pipeline: [", ["not YAML"]),
         (
             "pipeline: smoltalk\nstages: {talker: {colocate: s}, code2wav: {colocate: s, instances: 2}}",
@@ -51,6 +64,15 @@ def test_wrong_files_are_refused_by_key(tmp_path, text, words):
         deploys.load(write(tmp_path, text))
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
     assert refusal.value.cure
+
+
+def test_growth_and_limits_are_read_and_have_defaults(tmp_path):
+    text = "pipeline: smoltalk\nchunks: {codec_chunk_growth: 2}\nlimits: {video_s: 10, image_pixels: 100}"
+    deploy = deploys.load(write(tmp_path, text))
+    assert deploy.chunks == deploys.Chunks(4, 25, 2.0)
+    assert (deploy.limits.video_s, deploy.limits.image_pixels) == (10.0, 100)
+    assert (deploy.limits.image_bytes, deploy.limits.video_bytes) == (32 << 20, 256 << 20)
+    assert deploys.load(write(tmp_path, "pipeline: smoltalk")).chunks.codec_chunk_growth == 0
 
 
 def test_a_missing_file_says_so(tmp_path):
@@ -87,3 +109,19 @@ def test_a_pipeline_may_come_from_a_file_beside_the_deploy_file(tmp_path):
     assert deploy.pipeline.name == "echo"
     with pytest.raises(ConfigError, match=r"nothere\.py"):
         deploys.load(write(tmp_path, "pipeline: nothere.py"))
+
+
+def test_the_connector_and_the_mode_have_defaults_and_are_read():
+    plain = deploys.load(SHIPPED)
+    assert (plain.mode, plain.connector.window_bytes, plain.connector.queued_bytes) == (
+        "async_chunk",
+        32 << 20,
+        256 << 20,
+    )
+    given = deploys.load(SHIPPED, ["mode=sync", "connector.window_bytes=4096"])
+    assert (given.mode, given.connector.window_bytes, given.connector.queued_bytes) == (
+        "sync",
+        4096,
+        256 << 20,
+    )
+    assert given.digest != plain.digest

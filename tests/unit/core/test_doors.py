@@ -344,8 +344,10 @@ def end_of(response):
 
 
 def samples_of(response):
-    (tensor,) = response.output_tensors()
+    tensor, reply = response.output_tensors()
     assert tensor.name() == "pcm" and tensor.as_numpy().shape[0] == 1, "the batch dimension"
+    began_s, ended_s = json.loads(reply.as_numpy()[0, 0])["busy"]
+    assert 0 < began_s <= ended_s <= time.monotonic()
     return tensor.as_numpy()[0]
 
 
@@ -437,6 +439,20 @@ def test_each_stage_door_refuses_the_calls_of_the_other(server):
         request = engine_request(call)
         server.engine_doors["writer"].execute([request])
         assert request.sender.outcome() == "INVALID_ARG"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_open_passes_on_whether_the_stage_waits_for_its_whole_input(server, whole):
+    address = f"tritone-test/{uuid.uuid4().hex}"
+    orchestrator, loop = wire.listen(address), server.loops["echo_singer"]
+    try:
+        request = engine_request(control.OpenSession("waits", address, 1, {}, [], whole))
+        server.engine_doors["singer"].execute([request])
+        assert reply_of(request)["endpoint"] and loop._seats["waits"].whole is whole
+    finally:
+        loop.post(lambda: loop.cancel("waits"))
+        orchestrator.close()
+    wait_until(lambda: "waits" not in loop._seats)
 
 
 def test_an_open_for_an_orchestrator_that_is_gone_is_unavailable(server):

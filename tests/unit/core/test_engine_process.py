@@ -152,6 +152,52 @@ def test_stages_of_one_process_feed_each_other(make_link, inbox):
     assert "".join(chr(int(code)) for code in np.concatenate(frames)[:, 0]) == "hi you "
 
 
+@pytest.fixture
+def make_chain(make_link, inbox):
+    """A slow writer that feeds a singer of another process, with one session between them."""
+
+    def make():
+        writer, singer = make_link(writer={"engine": {"step_s": 0.01}}), make_link(("singer",))
+        writer.wait_ready(20)
+        singer.wait_ready(20)
+        sung = [wire.Route(inbox.address, "", {"frames": "frames"})]
+        opened = singer.call(
+            lambda call: wire.Open(call, "echo_singer", "s1", inbox.address, {}, 1, {}, sung)
+        )
+        opened.result(5)
+        routes = [wire.Route(singer.address, "echo_singer", {"text": "text"})]
+        open_writer(writer, inbox, "word " * 500, routes=routes, max_tokens=500).result(5)
+        inbox.mail.get(timeout=5)  # the first word was sung
+        return writer, singer
+
+    return make
+
+
+def failure_of(inbox, source):
+    """How a stage's session failed, waited for."""
+    while True:
+        message = inbox.mail.get(timeout=5)
+        if isinstance(message, wire.Failed) and message.source == source:
+            return message
+
+
+def test_a_killed_consumer_fails_the_sessions_that_feed_it(make_chain, inbox):
+    writer, singer = make_chain()
+    os.kill(pid_of(singer), signal.SIGKILL)
+    failure = failure_of(inbox, "echo_writer")
+    assert failure.code == "UNAVAILABLE" and failure.what == "the stage after echo_writer went away"
+    stats = writer.call(wire.Ping).result(5).stats["echo_writer"]
+    assert stats["sessions"] == stats["connector_in_flight_bytes"] == stats["connector_queued_bytes"] == 0
+
+
+def test_a_killed_producer_fails_the_sessions_that_wait_for_it(make_chain, inbox):
+    writer, singer = make_chain()
+    os.kill(pid_of(writer), signal.SIGKILL)
+    failure = failure_of(inbox, "echo_singer")
+    assert failure.code == "UNAVAILABLE" and "stage echo_writer died before its output ended" in failure.what
+    assert sessions(singer, "echo_singer") == 0
+
+
 def test_bad_input_is_refused_and_leaves_nothing(make_link, inbox):
     link = make_link()
     link.wait_ready(20)

@@ -4,12 +4,14 @@ The orchestrator, its BLS calls and its inbox are real; Triton is `fake_triton_b
 scripts: `Bench.script` says what the engines of a session do while its writer is being opened.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import gc
 import importlib.util
 import json
 import logging
+import queue
 import random
 import socket
 import sys
@@ -23,8 +25,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import echo
 from tritone import contract, control, wire
 from tritone import deploy as deploys
+from tritone.chunk_feed import ChunkFeed
+from tritone.deploy import Chunks
+from tritone.engines.host import Host, build_loops
 from tritone.errors import EngineLost, InvalidRequest
 
 ECHO = Path(__file__).parents[2] / "pipelines" / "echo.py"
@@ -242,11 +248,16 @@ class Bench:
         self.on_chunk(call)
         num_frames = request.tensors["frames"].shape[1] if "frames" in request.tensors else 0
         samples = np.full((1, num_frames * SAMPLES_PER_FRAME), 0.5, np.float32)
-        return fake.InferenceResponse([fake.Tensor("pcm", samples)])
+        return self._sound(samples)
 
     def _reply(self, values, batched=False):
         array = contract.REPLY.pack(json.dumps(values))
         return fake.InferenceResponse([fake.Tensor("reply", array[None] if batched else array)])
+
+    def _sound(self, samples):
+        """samples: [1, n]"""
+        reply = contract.REPLY.pack(json.dumps({"busy": [0.0, 0.0]}))[None]
+        return fake.InferenceResponse([fake.Tensor("pcm", samples), fake.Tensor("reply", reply)])
 
     # -- the end
 
@@ -443,6 +454,64 @@ def test_a_streamed_answer_is_whole_and_says_how_it_ended(bench):
     sound = [answer["audio_output"] for answer in client.responses if "audio_output" in answer]
     assert sum(map(len, sound)) == len("one two ") * SAMPLES_PER_FRAME
     assert [int(answer["index"][0]) for answer in client.responses] == list(range(len(client.responses)))
+
+
+def ending_with(writer="stop", singer="stop"):
+    """A script of a healthy pipeline whose stages end for these reasons, each with counts of its own."""
+
+    def script(bench, session, text):
+        usage = {"prompt_tokens": 5, "completion_tokens": 2}
+        bench.writer.piece(session, 0, {"text": "abcd"}, last=True)
+        bench.writer.push(wire.Finished(session, "echo_writer", writer, usage, {"total_s": 0.5}))
+        if bench.is_heard("singer", session):
+            bench.sing(session, 0, "abcd", last=True)
+            usage = {"prompt_tokens": 90, "completion_tokens": 11, "codec_frames": 4}
+            timings = {"total_s": 0.75, "first_output_s": 0.25}
+            bench.singer.push(wire.Finished(session, "echo_singer", singer, usage, timings))
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("writer", "singer", "audio"),
+    [
+        ("stop", "stop", "stop"),
+        ("length", "stop", "length"),
+        ("length", "repetition", "repetition"),
+        ("stop", "length", "length"),
+        ("repetition", "stop", "stop"),
+    ],
+)
+@pytest.mark.parametrize("modalities", ["audio", "text,audio"])
+def test_audio_of_a_text_that_was_cut_says_so(bench, writer, singer, audio, modalities):
+    bench.script = ending_with(writer, singer)
+    client = bench.ask(modalities=modalities)
+    assert client.outcome() == "done"
+    reasons = json.loads(client.texts("finish_reason")[0])
+    assert reasons == ({"audio": audio} if modalities == "audio" else {"text": writer, "audio": audio})
+
+
+def test_done_keeps_what_each_stage_counts_and_how_long_it_took(bench):
+    bench.script = ending_with()
+    client = bench.ask(modalities="text,audio", return_timings=True, return_num_input_tokens=True)
+    assert client.outcome() == "done"
+    info = json.loads(client.texts("info")[0])
+    assert info["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "codec_frames": 4,
+        "audio_s": 4 * SAMPLES_PER_FRAME / 8000,
+        "stages": {
+            "writer": {"prompt_tokens": 5, "completion_tokens": 2},
+            "singer": {"prompt_tokens": 90, "completion_tokens": 11, "codec_frames": 4},
+        },
+    }
+    assert int(client.responses[-1]["num_input_tokens"][0]) == 5
+    stages = info["timings"]["stages"]
+    assert stages["writer"] == {"total_s": 0.5, "busy_s": 0.0}
+    assert stages["singer"] == {"total_s": 0.75, "first_output_s": 0.25, "busy_s": 0.0}
+    assert info["timings"]["idle_s"] == info["timings"]["total_s"], "no stage of this bench computes"
+    assert stages["wave"]["calls"] == 2 and stages["wave"]["calls_s"] > 0  # four frames, then the end
 
 
 def test_what_a_deadline_cuts_off_is_sent_and_says_so(bench):
@@ -949,3 +1018,116 @@ def test_fifty_requests_of_all_fates_leave_nothing(make_bench, seed):
     bench.check()
     bench.script, bench.on_chunk = answer, lambda call: None
     assert bench.speak().outcome() == "done"
+
+
+# -- async_chunk and sync ----------------------------------------------------------------------------------
+
+
+class Chain(Bench):
+    """An orchestrator over the real engines of the echo pipeline, each in a host of its own."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.loops, self.chunks = {}, {}  # by session: the frames of each chunk that was sung
+        self._addresses, self._voice, self._turn = {}, echo.Wave(None, None), threading.Lock()
+        for stage in ("writer", "singer"):
+            address = f"tritone-test/{uuid.uuid4().hex}"
+            host = Host(address, wire.listen(address))
+            loops = build_loops(self.orchestrator._deploy, (stage,), "cpu", host.peers)
+            host.serve()
+            host.become(wire.Ready(0.0), loops)
+            self.loops.update(loops)
+            self._addresses[stage] = address
+
+    def _engine_stage(self, stage, request):
+        call = control.decode(request.tensors["control"][0].decode())
+        messages = request.tensors.get("messages")
+        message = wire.Open(
+            call=1,
+            stage=f"echo_{stage}",
+            session=call.session,
+            inbox=call.inbox,
+            inputs={} if messages is None else {"messages": messages[0].decode()},
+            sources=call.sources,
+            settings=call.settings,
+            routes=call.routes,
+            whole=call.whole,
+        )
+        answers, loop = queue.Queue(), self.loops[f"echo_{stage}"]
+        loop.post(lambda: loop.open(message, answers.put))
+        assert isinstance(answers.get(timeout=5), wire.Opened)
+        return self._reply({"endpoint": self._addresses[stage]})
+
+    def _wave(self, request):
+        call = control.decode(request.tensors["control"][0, 0].decode())
+        if isinstance(call, control.DropStream):
+            return self._reply({}, True)
+        values = {name: array[0] for name, array in request.tensors.items() if name == "frames"}
+        chunk = wire.StreamChunk(call.session, values, call.start, call.end, {})
+        with self._turn:
+            self.chunks.setdefault(call.session, []).append(len(values.get("frames", ())))
+            (sound,) = self._voice.run([chunk])
+        return self._sound(sound["pcm"][None])
+
+
+TEXTS = ["a", "hello my dear world", "one two three four", "x" * 90]
+
+
+def answers_of(mode):
+    """By text: the words, the sound, and the sizes of its chunks."""
+    chain = Chain(mode=mode)
+    try:
+        clients = [chain.ask(text, modalities="text,audio", audio_format="f32") for text in TEXTS]
+        assert [client.outcome(10.0) for client in clients] == ["done"] * len(TEXTS)
+        chain.check()
+        sounds = [
+            np.concatenate([answer["audio_f32"] for answer in client.responses if "audio_f32" in answer])
+            for client in clients
+        ]
+        words = [[word for word in client.texts("text_output") if word] for client in clients]
+        sessions = sorted(chain.chunks, key=lambda session: int(session.rpartition("-")[2]))
+        return words, sounds, [chain.chunks[session] for session in sessions]
+    finally:
+        chain.close()
+
+
+@pytest.mark.parametrize(("mode", "whole"), [("async_chunk", False), ("sync", True)])
+def test_stages_are_told_of_the_mode(make_bench, mode, whole):
+    bench = make_bench(mode=mode)
+    assert bench.speak().outcome() == "done"
+    assert [call.whole for stage in bench.opened.values() for call in stage.values()] == [whole, whole]
+
+
+async def test_a_whole_feed_gives_no_chunk_before_the_last_frame():
+    calls = []
+
+    async def call(chunk, first):
+        calls.append((chunk.frames[:, 0].tolist() if len(chunk.frames) else [], chunk.last, first))
+        return np.zeros(0, np.float32)
+
+    class Silent:
+        async def audio(self, samples):
+            pass
+
+    feed = ChunkFeed(Chunks(initial_codec_chunk_frames=1, codec_chunk_frames=2), call, Silent(), whole=True)
+    running = asyncio.create_task(feed.run())
+    feed.push(np.arange(5.0)[:, None], segment_end=True)
+    feed.push(np.arange(3.0)[:, None], segment_end=False)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert calls == []
+    feed.end()
+    await running
+    assert calls == [([0, 1, 2, 3, 4], False, True), ([0, 1, 2], True, False)]
+
+
+def test_sync_mode_gives_the_same_answers_of_whole_segments():
+    words, sounds, chunks = answers_of("async_chunk")
+    sync_words, sync_sounds, sync_chunks = answers_of("sync")
+    assert "".join(sync_words[1]) == "".join(words[1]) == "hello my dear world "
+    assert sync_words == words, "text is streamed in both modes"
+    for text, sound, sync_sound in zip(TEXTS, sounds, sync_sounds, strict=True):
+        np.testing.assert_array_equal(sound, echo.expected_pcm(text + " "))
+        assert sync_sound.tobytes() == sound.tobytes()
+    assert chunks[1] == [4, 2, 3, 5, 6, 0] and chunks[3] == [4, 25, 25, 25, 12, 0]
+    assert sync_chunks[1] == [6, 3, 5, 6, 0] and sync_chunks[3] == [91, 0]

@@ -1,21 +1,30 @@
 """Requests: defaults are filled in, bad input is one sentence with field, value and cure."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tritone import contract, pbtxt
 from tritone import deploy as deploys
 from tritone.errors import InvalidRequest, TritoneError, Unsupported
 from tritone.request import check_supported, read_request
 
 DEPLOY = deploys.load(Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml")
+SEES = dataclasses.replace(
+    DEPLOY,
+    pipeline=dataclasses.replace(
+        DEPLOY.pipeline, accepts=(*DEPLOY.pipeline.accepts, contract.IMAGE, contract.VIDEO)
+    ),
+    limits=deploys.Limits(audio_bytes=3, image_bytes=4, video_bytes=5),
+)
 
 
-def read(parameters=None, **values):
-    request = read_request(values, parameters or {}, DEPLOY, drawn_seed=41)
-    check_supported(request, DEPLOY.pipeline)
+def read(parameters=None, deploy=DEPLOY, **values):
+    request = read_request(values, parameters or {}, deploy, drawn_seed=41)
+    check_supported(request, deploy.pipeline)
     return request
 
 
@@ -57,6 +66,59 @@ def test_audio_becomes_a_part_of_the_turn():
 def test_parameters_reach_the_request():
     request = read({"deadline_ms": 1500, "codec_chunk_frames": 9}, text_input="Hi")
     assert request.deadline_s == 1.5 and request.chunks.codec_chunk_frames == 9
+    assert request.chunks.codec_chunk_growth == DEPLOY.chunks.codec_chunk_growth
+
+
+@pytest.mark.parametrize(
+    ("sent", "growth"), [(2, 2.0), ("1.5", 1.5), (1.5, 1.5), (0, 0.0), ("0", 0.0), ("1", 1.0)]
+)
+def test_growth_may_be_a_whole_number_or_text(sent, growth):
+    assert read({"codec_chunk_growth": sent}, text_input="Hi").chunks.codec_chunk_growth == growth
+
+
+def test_pictures_and_films_come_before_the_text_in_the_order_of_the_kinds():
+    request = read(deploy=SEES, text_input="What?", video=[b"v"], audio=[b"a"], image=[b"i", b"j"])
+    kinds = [part["type"] for part in request.messages[0]["content"]]
+    assert kinds == ["image", "image", "audio", "video", "text"]
+    assert request.media == {"image": [b"i", b"j"], "audio": [b"a"], "video": [b"v"]}
+
+
+@pytest.mark.parametrize(("kind", "most"), [("audio", 3), ("image", 4), ("video", 5)])
+def test_a_file_may_be_as_large_as_its_limit_and_no_larger(kind, most):
+    read(deploy=SEES, **{kind: [b"x" * most, b"x"]})
+    # Said before anything else is looked at.
+    bad = {"messages": "[", "text_input": "also", kind: [b"x", b"x" * (most + 1)]}
+    with pytest.raises(InvalidRequest) as refusal:
+        read(deploy=SEES, **bad)
+    assert refusal.value.what == f"{kind}[1] has {most + 1} bytes"
+    assert refusal.value.cure == f"send at most {most} bytes a file"
+    with pytest.raises(InvalidRequest, match=f"^{kind} has {most + 1} bytes"):
+        read(deploy=SEES, **{kind: [b"x" * (most + 1)]})
+
+
+def test_the_sound_of_a_video_is_heard_only_if_asked_for():
+    assert not read(deploy=SEES, video=[b"v"]).use_audio_in_video
+    for value in (True, False):
+        request = read({"use_audio_in_video": value}, deploy=SEES, video=[b"v"])
+        assert request.use_audio_in_video is value
+    with pytest.raises(Unsupported, match="use_audio_in_video") as refusal:
+        read({"use_audio_in_video": True}, text_input="Hi")
+    assert "takes no video" in refusal.value.what and refusal.value.cure
+
+
+def test_limits_of_media_are_published_where_media_is_taken():
+    def published(deploy):
+        parameters = pbtxt.render(deploy)[deploy.pipeline.name].parameters
+        names = {kind: [name for name in parameters if kind in name] for kind in ("audio", "image", "video")}
+        return names, {name: value.string_value for name, value in parameters.items()}
+
+    names, values = published(SEES)
+    assert sorted(names["image"]) == ["max_image_bytes", "max_image_pixels"]
+    assert sorted(names["video"]) == ["max_video_bytes", "max_video_s"]
+    assert (values["max_image_bytes"], values["max_image_pixels"]) == ("4", "64000000")
+    assert (values["max_video_bytes"], values["max_video_s"]) == ("5", "300")
+    names, values = published(DEPLOY)
+    assert names["image"] == names["video"] == [] and values["max_media_parts"] == "16"
 
 
 USER = {"role": "user", "content": "Hi"}
@@ -117,6 +179,15 @@ USER = {"role": "user", "content": "Hi"}
         ({"text_input": "a"}, {"deadlin_ms": 5}, ["deadlin_ms", "did you mean 'deadline_ms'"]),
         ({"text_input": "a"}, {"max_tokens": 5}, ["max_tokens", "sampling_parameters"]),
         ({"text_input": "a"}, {"codec_chunk_frames": 0}, ["codec_chunk_frames", "0"]),
+        ({"text_input": "a"}, {"codec_chunk_frames": True}, ["codec_chunk_frames", "True", "int"]),
+        ({"text_input": "a"}, {"codec_chunk_growth": "0.5"}, ["codec_chunk_growth", "'0.5'", "0 or 1"]),
+        ({"text_input": "a"}, {"codec_chunk_growth": -1}, ["codec_chunk_growth", "-1"]),
+        ({"text_input": "a"}, {"codec_chunk_growth": "nan"}, ["codec_chunk_growth", "'nan'"]),
+        ({"text_input": "a"}, {"codec_chunk_growth": "fast"}, ["codec_chunk_growth", "'fast'"]),
+        ({"text_input": "a"}, {"codec_chunk_growth": 10**400}, ["codec_chunk_growth", "0 or 1 to 4096"]),
+        ({"text_input": "a"}, {"codec_chunk_growth": True}, ["codec_chunk_growth", "numeric string"]),
+        ({"text_input": "a"}, {"use_audio_in_video": 1}, ["use_audio_in_video", "1", "bool"]),
+        ({"text_input": "a"}, {"use_audio_in_video": "true"}, ["use_audio_in_video", "'true'", "bool"]),
         ({"text_input": "a"}, {"seed": -1}, ["seed", "-1"]),
     ],
 )

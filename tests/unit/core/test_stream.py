@@ -7,9 +7,9 @@ from tritone.deploy import Chunks
 from tritone.stream import FrameBuffer
 
 
-def cut(pushes, initial=4, later=25):
+def cut(pushes, initial=4, later=25, growth=0.0):
     """All chunks of a stream; `pushes` are (number of frames, segment_end)."""
-    buffer = FrameBuffer(Chunks(initial, later))
+    buffer = FrameBuffer(Chunks(initial, later, growth))
     chunks, at = [], 0
     for count, segment_end in pushes:
         chunks += buffer.push(np.arange(at, at + count, dtype=np.float32)[:, None], segment_end)
@@ -25,11 +25,38 @@ def test_116_frames_at_4_then_25_lose_nothing():
     assert [c.last for c in chunks] == [False] * 5 + [True]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "growth", "expected"),
+    [
+        ((4, 25), 0, [4, 25, 25, 25]),
+        ((4, 25), 2, [4, 8, 16, 25, 25]),
+        ((4, 25), 1.5, [4, 6, 9, 14, 21, 25, 25]),
+        ((4, 25), 100, [4, 25, 25]),
+        ((4, 25), 1, [4, 4, 4, 4]),
+        ((10, 25), 1.1, [10, 11, 13, 15]),  # 10 * 1.1 in floats is above 11
+        ((30, 25), 2, [30, 25, 25]),
+        ((1, 3), 1.0001, [1, 2, 3, 3]),
+    ],
+)
+@pytest.mark.parametrize("arrival", ["one by one", "at once"])
+def test_chunks_grow_to_their_full_size(sizes, growth, expected, arrival):
+    total = sum(expected)
+    chunks, _ = cut([(total, False)] if arrival == "at once" else [(1, False)] * total, *sizes, growth)
+    assert [len(c.frames) for c in chunks] == [*expected, 0]
+    assert np.array_equal(np.concatenate([c.frames.reshape(-1) for c in chunks]), np.arange(total))
+
+
+def test_the_short_end_of_a_segment_does_not_shrink_what_follows():
+    chunks, _ = cut([(5, True), (60, False)], growth=2)
+    assert [len(c.frames) for c in chunks] == [4, 1, 16, 25, 19]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_any_arrival_gives_all_frames_in_order_and_ends_every_segment(seed):
     random = np.random.default_rng(seed)
     pushes = [(int(random.integers(0, 40)), bool(random.random() < 0.3)) for _ in range(20)]
-    chunks, total = cut(pushes, int(random.integers(1, 9)), int(random.integers(1, 30)))
+    growth = [0, 1, 1.3, 2][seed % 4]
+    chunks, total = cut(pushes, int(random.integers(1, 9)), int(random.integers(1, 30)), growth)
     frames = [c.frames.reshape(-1) for c in chunks]
     assert np.array_equal(np.concatenate(frames), np.arange(total))
     borders = np.cumsum([len(f) for f in frames])

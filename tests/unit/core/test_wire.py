@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 import uuid
 
 import numpy as np
@@ -67,6 +68,59 @@ def test_order_holds_across_inline_and_spilled_packets(pair):
     sender.join()
     assert [message.number for message in got] == list(range(len(sizes)))
     assert [len(message.values["x"]) for message in got] == sizes
+
+
+def test_arrays_of_small_spilled_packets_keep_no_descriptor(pair):
+    near, far = pair
+    before, kept = len(os.listdir("/proc/self/fd")), []
+    for _ in range(20):
+        near.send(piece({"x": np.ones(100_000, np.float32)}))
+        kept.append(far.receive())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 1_000_000])
+def test_what_does_not_fit_now_is_not_sent_and_may_be_later(pair, size):
+    near, far = pair
+    packets = [wire.encode(piece({"x": np.full(size, number, np.int32)}, number)) for number in range(3)]
+    sent = 0
+    while near.try_send(packets[0]):
+        sent += 1
+        assert sent < 100_000
+    assert not near.wait_writable(0.0)
+    for _ in range(sent):
+        assert far.receive().number == 0
+    assert near.wait_writable(5.0)
+    assert near.try_send(packets[1]) and near.try_send(packets[2])
+    assert [far.receive().number for _ in range(2)] == [1, 2]
+
+
+def test_try_send_does_not_wait_for_a_send_that_waits(pair):
+    near, far = pair
+    while near.try_send(wire.encode(piece({"x": "y" * 40_000}))):
+        pass
+    sender = threading.Thread(target=near.send, args=(piece({"x": "z" * 40_000}),), daemon=True)
+    sender.start()
+    while not near._lock.locked():
+        time.sleep(0.001)
+    assert not near.try_send(wire.encode(wire.Cancel("s")))
+    while far.receive().values["x"][0] != "z":
+        pass
+    sender.join(5)
+    assert near.try_send(wire.encode(wire.Cancel("s")))
+    assert far.receive() == wire.Cancel("s")
+
+
+def test_a_lost_peer_ends_the_wait_for_room(pair):
+    near, far = pair
+    while near.try_send(wire.encode(piece({"x": "y" * 40_000}))):
+        pass
+    far.close()
+    assert near.wait_writable(5.0)
+    with pytest.raises(wire.Disconnected):
+        near.try_send(wire.encode(wire.Cancel("s")))
+    near.close()
+    assert near.wait_writable(5.0)
 
 
 def test_a_closed_peer_is_noticed_on_both_sides(pair):

@@ -61,12 +61,36 @@ def test_without_reuse_nothing_is_remembered() -> None:
     assert source is None and slot.filled == 0
 
 
+def test_no_more_is_copied_than_the_caller_can_use() -> None:
+    slots = Slots(3)
+    old = fill(slots, "a", [1, 2, 3, 4, 5, 6])
+    slot, source = slots.take("b", [1, 2, 3, 4, 9], most=2)
+    assert source is old and slot is not old and slot.filled == 2
+    assert old.tokens == [1, 2, 3, 4, 5], "what others may still want stays"
+    none, nobody = slots.take("c", [1, 2, 3, 4, 9], most=0)
+    assert nobody is None and none is not old and none.filled == 0
+    more, from_old = slots.take("d", [1, 2, 3], most=99)
+    assert more is old and from_old is None and more.filled == 2  # the last slot left is its own source
+    slots.check_integrity()
+
+
+def test_a_limit_that_is_all_that_a_slot_holds_goes_on_in_place() -> None:
+    slots = Slots(2)
+    old = fill(slots, "a", [1, 2, 3])
+    slot, source = slots.take("b", [1, 2, 8, 9], most=2)
+    assert slot is old and source is None and slot.filled == 2
+
+
 def test_invariants_hold_in_any_order() -> None:
     chance = random.Random(0)
     slots, owned = Slots(4), []
     for i in range(500):
         if slots.free and chance.random() < 0.6:
-            slot, source = slots.take(str(i), [chance.randrange(2) for _ in range(chance.randrange(1, 9))])
+            slot, source = slots.take(
+                str(i),
+                [chance.randrange(2) for _ in range(chance.randrange(1, 9))],
+                chance.choice((None, 0, 1, 3)),
+            )
             assert source is not slot and (source is None or source.filled >= slot.filled > 0)
             owned.append(slot)
         elif owned:

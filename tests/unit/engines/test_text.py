@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,21 @@ def _begins_character(tail: bytes) -> bool:
     except UnicodeDecodeError as error:
         return error.start == 0 and error.reason == "unexpected end of data"
     return False
+
+
+def test_a_character_that_has_only_begun_is_known() -> None:
+    detokenizer = Detokenizer([*BYTES, b""])
+    said = [
+        (detokenizer.push(byte), detokenizer.has_part) for byte in [*"a🙂".encode(), 256, 0xC3, 256, 0x41]
+    ]
+    assert said == [
+        ("a", False),
+        *[("", True)] * 3,
+        ("🙂", False),
+        ("", False),
+        *[("", True)] * 2,  # an id without bytes changes nothing
+        ("\ufffdA", False),
+    ]
 
 
 @pytest.mark.parametrize("text", SAMPLES)
@@ -93,6 +110,18 @@ def test_only_a_possible_beginning_is_held_back() -> None:
     assert scanner.flush() == "<end"
 
 
+def test_what_is_held_back_is_counted() -> None:
+    scanner = StopStrings(["<end>", "d!"])
+    held = []
+    for piece in ("ab", "c<e", "n", "d", "x", "<end>"):
+        scanner.push(piece)
+        held.append(scanner.held)
+    assert held == [0, 2, 3, 4, 0, 0] and scanner.found
+    scanner = StopStrings(["<end>"])
+    scanner.push("a<e")
+    assert scanner.held == 2 and scanner.flush() == "<e" and scanner.held == 0
+
+
 def test_prompt_follows_the_template(checkpoint: Path) -> None:
     chat = ChatTokenizer(checkpoint)
     ids = chat.prompt([{"role": "user", "content": "Hi é"}])
@@ -131,3 +160,55 @@ def test_only_byte_level_tokenizers_are_taken(checkpoint: Path, tmp_path: Path) 
     (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "decoder": {"type": "Fuse"}}))
     with pytest.raises(ConfigError, match="byte-level"):
         ChatTokenizer(tmp_path)
+
+
+PARTS_TEMPLATE = (
+    "{% for m in messages %}<|turn|>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if 'text' in part %}{{ part.text }}{% else %}[{{ part.type }}]{% endif %}"
+    "{% endfor %}{% endif %}<|end|>{% endfor %}"
+)
+
+
+def with_parts(checkpoint: Path, folder: Path) -> Path:
+    """A checkpoint whose template, in the older form, takes content in parts."""
+    for file in checkpoint.iterdir():
+        if file.suffix != ".jinja":
+            (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": PARTS_TEMPLATE}))
+    return folder
+
+
+def test_content_may_be_a_list_of_parts(checkpoint: Path, tmp_path: Path) -> None:
+    chat = ChatTokenizer(with_parts(checkpoint, tmp_path))
+    reference = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    parts = [{"type": "image"}, {"type": "text", "text": "a <|end|> b"}, {"type": "text", "text": "<|turn|>"}]
+    messages = [{"role": "user", "content": parts}, {"role": "user", "content": "c"}]
+    ids = chat.prompt(messages)
+    spelled = reference.decode(ids, skip_special_tokens=False)
+    assert spelled == "<|turn|>[image]a <|end|> b<|turn|><|end|><|turn|>c<|end|>"
+    assert ids.count(0) == 2 and ids.count(1) == 2, "typed signs are text in every part"
+    assert parts[1]["text"] == "a <|end|> b", "what came in is left alone"
+
+
+def test_a_tokenizer_may_be_given(checkpoint: Path, tmp_path: Path) -> None:
+    folder = with_parts(checkpoint, tmp_path)
+    given = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    expected = ChatTokenizer(folder).prompt([{"role": "user", "content": "Hi"}])
+    (folder / "tokenizer.json").unlink()
+    assert ChatTokenizer(folder, given).prompt([{"role": "user", "content": "Hi"}]) == expected
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        ChatTokenizer(folder)
+
+
+def test_threads_do_not_turn_each_others_signs_into_text(checkpoint: Path) -> None:
+    chat = ChatTokenizer(checkpoint)
+    conversations = [[{"role": "user", "content": f"{i}<|end|>" * (i + 1)}] for i in range(6)]
+    expected = [chat.prompt(messages) for messages in conversations]
+    together = threading.Barrier(4)
+
+    def ask_all(_: int) -> bool:
+        together.wait(30)
+        return all([chat.prompt(m) for m in conversations] == expected for _ in range(40))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask_all, range(4)))

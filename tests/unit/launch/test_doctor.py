@@ -13,6 +13,7 @@ from tritone import deploy as deploys
 from tritone import doctor, pbtxt
 from tritone.doctor import GIB, MIB, Finding, Level
 from tritone.errors import ConfigError
+from tritone.pipeline import Checkpoint
 from tritone.server import Interpreter, Listen, Server
 
 
@@ -122,11 +123,11 @@ class TestPipeline:
     def test_checkpoint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         deploy = deploys.load(write_deploy(tmp_path / "echo", checkpoint=str(tmp_path / "1")) / "deploy.yaml")
         assert doctor.check_checkpoint(deploy)[0].what == "echo needs none"
-        deploy = replace(deploy, pipeline=replace(deploy.pipeline, needs_checkpoint=True))
+        deploy = replace(deploy, pipeline=replace(deploy.pipeline, checkpoint=Checkpoint.BUILT))
         [finding] = doctor.check_checkpoint(deploy)  # one line, though every stage lacks it
         assert finding.level is Level.PROBLEM
         assert "no complete checkpoint" in finding.what
-        monkeypatch.setattr(doctor, "require_checkpoint", lambda path, stage: path / stage)
+        monkeypatch.setattr(type(deploy), "require_checkpoint", type(deploy).stage_folder)
         assert doctor.check_checkpoint(deploy)[0].level is Level.OK
 
     def test_memory_counts_processes_and_weights(self, tmp_path: Path) -> None:

@@ -50,9 +50,21 @@ def test_server_version_is_named_once() -> None:
 
 def test_demo_installs_no_test_tools() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    assert "-e '.[server,smoltalk]'" in makefile
-    wanted = " ".join(EXTRAS["server"] + EXTRAS["smoltalk"] + EXTRAS["backend"])
-    assert not re.search("pytest|mypy|ruff|transformers", wanted)
+    assert "-e '.[server,smoltalk,qwen3-omni]'" in makefile
+    wanted = " ".join(EXTRAS["server"] + EXTRAS["smoltalk"] + EXTRAS["qwen3-omni"] + EXTRAS["backend"])
+    assert not re.search("pytest|mypy|ruff", wanted)
+
+
+def test_make_weights_builds_what_the_pipelines_need() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for script in re.findall(r"python (build/\w+\.py)$", makefile, re.MULTILINE):
+        assert (ROOT / script).is_file(), script
+    assert "build/smoltalk.py" in makefile and "build/qwen3_omni_tiny.py" in makefile
+
+
+def test_torchvision_comes_from_where_torch_comes_from() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert "--index-url '$(TORCH_INDEX)' torch torchvision" in makefile
 
 
 def test_wheel_holds_the_doors() -> None:

@@ -1,0 +1,265 @@
+"""What every autoregressive engine in plain torch does: many sessions share a decoder and its cache of slots.
+
+    session ─► [prompt becomes known] ─► waits ─► gets a slot ─► prompt, in pieces ─► a draw a step ─► done
+
+One step is one forward pass: the next row of every session that has one, together with a piece of the one
+prompt that is being read. Running streams therefore keep their pace while others arrive, and two prompts
+with the same beginning are read one after the other, so that the second finds the beginning done.
+
+A *row* is one position of a sequence: a token of text, a code frame, a patch of a picture. Subclasses say
+what the rows of a session are, and what is drawn from the hidden state of its last one.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from tritone.engines.base import Delta, Engine, Placement
+from tritone.engines.slots import Slot, Slots
+from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
+from tritone.sampling import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tritone.networks.decoder import Decoder, Span
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """Options of every engine with slots."""
+
+    max_slots: int = 16  # sessions that generate at the same time
+    max_context_tokens: int = 2048  # prompt and answer of one session
+    prefill_chunk_tokens: int = 32  # prompt tokens a step: more is faster, less keeps a steadier pace
+    max_waiting: int = 64  # sessions beyond the slots, before new ones are refused
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_slots", 1),
+            ("max_context_tokens", 2),
+            ("prefill_chunk_tokens", 1),
+            ("max_waiting", 0),
+        ):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"{name} is {value}", f"give at least {least}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is '{self.dtype}'", f"use one of {', '.join(DTYPES)}")
+
+    def check_context(self, max_positions: int) -> None:
+        """ConfigError when the model was not made for that many positions."""
+        if self.max_context_tokens > max_positions:
+            raise ConfigError(
+                f"max_context_tokens is {self.max_context_tokens}",
+                f"the model was made for {max_positions}; give at most that",
+            )
+
+
+@dataclass(eq=False, kw_only=True)
+class SlotSession:
+    """One request on an engine with slots."""
+
+    id: str
+    sampling: Sampling
+    keys: list[int]  # one a known row; where two sequences begin with equal keys, they begin with equal rows
+    prompt_tokens: int = 0  # rows of the prompt; 0 until it is complete
+    cached_tokens: int = 0  # of the prompt, not computed but copied
+    slot: Slot | None = None  # None until it is this session's turn
+    ready_s: float = 0.0  # clock when it could start
+    started_s: float = 0.0  # clock when it got its slot
+    first_token_s: float = 0.0
+
+    @property
+    def pending(self) -> int:
+        """Rows that are known but not in the cache: at most 1 while it generates."""
+        return len(self.keys) - self.held.filled
+
+    @property
+    def held(self) -> Slot:
+        assert self.slot is not None
+        return self.slot
+
+    @property
+    def durations(self) -> dict[str, float]:
+        """How long it waited for a slot, read its prompt and generated."""
+        return {
+            "queue_s": round(self.started_s - self.ready_s, 6),
+            "prefill_s": round(self.first_token_s - self.started_s, 6),
+            "decode_s": round(time.monotonic() - self.first_token_s, 6),
+        }
+
+
+S = TypeVar("S", bound=SlotSession)
+
+
+class SlotEngine(Engine, Generic[S]):
+    """Sessions, their queue and their slots. `_decoder` runs the rows."""
+
+    def __init__(self, options: SlotOptions, decoder: Decoder, reuse: bool) -> None:
+        """reuse: start a prompt from what a slot remembers of one that begins with the same keys."""
+        import torch
+
+        from tritone.networks.decoder import Span
+
+        self._inference_mode = torch.inference_mode
+        self._join = torch.cat
+        self._span = Span
+        self._slot_options = options
+        self._decoder = decoder
+        self._slots = Slots(options.max_slots, reuse=reuse)
+        self._sessions: dict[str, S] = {}
+        self._waiting: deque[S] = deque()  # could start, but there is no slot yet
+        self._running: dict[str, S] = {}  # with a slot, in the order they got it
+        self._refused: list[Delta] = []  # errors found outside `step`, to be told by the next one
+        self._counts = {"prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0, "steps": 0}
+
+    # -- the interface --------------------------------------------------------------------------------------
+
+    def step(self) -> list[Delta]:
+        deltas, self._refused = self._refused, []
+        with self._inference_mode():
+            deltas += self._start_waiting()
+            return deltas + self._advance()
+
+    @property
+    def has_work(self) -> bool:
+        can_start = bool(self._waiting) and self._slots.free > 0
+        return bool(self._refused) or can_start or any(s.pending for s in self._running.values())
+
+    def abort(self, session: str) -> None:
+        known = self._sessions.pop(session, None)
+        self._refused = [delta for delta in self._refused if delta.session != session]
+        if known is None:
+            return
+        if known.slot is not None:
+            del self._running[session]
+            self._slots.release(known.slot)
+        elif known in self._waiting:
+            self._waiting.remove(known)
+
+    def stats(self) -> dict[str, int | float]:
+        return {
+            "active": len(self._sessions),
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "slots": self._slot_options.max_slots,
+            **self._counts,
+        }
+
+    def check_integrity(self) -> None:
+        """AssertionError unless sessions, queue and slots agree with each other."""
+        self._slots.check_integrity()
+        owners = {slot.owner: slot for slot in self._slots.all if slot.owner is not None}
+        assert owners.keys() == self._running.keys()
+        assert self._slots.free == self._slot_options.max_slots - len(self._running)
+        for session in self._running.values():
+            assert session is self._sessions[session.id] and session.slot is owners[session.id]
+            assert session.held.tokens is session.keys
+            assert session.pending >= 0 and len(session.keys) <= self._slot_options.max_context_tokens
+        assert sum(session.pending > 1 for session in self._running.values()) <= 1
+        for session in self._waiting:
+            assert session is self._sessions[session.id] and session.slot is None and session.keys
+
+    # -- for subclasses -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _rows(self, session: S, span: Span) -> Tensor:
+        """Input rows [span.count, H] of a session."""
+
+    @abstractmethod
+    def _draw(self, due: Sequence[S], hidden: Tensor) -> list[Delta]:
+        """Draw from the hidden states [len(due), H] of sessions whose known rows are all computed."""
+
+    def _is_due(self, session: S) -> bool:
+        """Whether something is to be drawn once all known rows of the session are computed."""
+        return True
+
+    def _reusable(self, session: S) -> int:
+        """How many rows at the beginning of a session may be copied instead of computed."""
+        return len(session.keys)
+
+    def _begun(self, session: S) -> list[Delta]:
+        """What there is to say when a session gets its slot."""
+        return []
+
+    def _pass(self, sessions: Sequence[S], spans: Sequence[Span]) -> Tensor:
+        """Run the rows of the spans; hidden states [N, H]."""
+        rows = self._joined([self._rows(s, span) for s, span in zip(sessions, spans, strict=True)])
+        return self._decoder.forward(rows, spans).hidden
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else self._join(parts)
+
+    def _check_room(self, session: str) -> None:
+        """Unavailable when no more sessions are taken, InvalidRequest when this one is open already."""
+        options = self._slot_options
+        capacity = options.max_slots + options.max_waiting
+        if len(self._sessions) >= capacity:
+            limits = f"max_slots {options.max_slots} and max_waiting {options.max_waiting}"
+            raise Unavailable(f"{capacity} sessions are open, as many as {limits} allow", "try again later")
+        if session in self._sessions:
+            raise InvalidRequest(f"session '{session}' is open already", "use another id")
+
+    def _queue(self, session: S) -> None:
+        """Let a session that has rows wait for a slot."""
+        session.ready_s = time.monotonic()
+        self._waiting.append(session)
+
+    def _refuse(self, session: str, error: TritoneError) -> None:
+        """End a session outside `step`."""
+        self.abort(session)
+        self._refused.append(Delta(session, error=error))
+
+    # -- inside a step --------------------------------------------------------------------------------------
+
+    def _start_waiting(self) -> list[Delta]:
+        """Give slots to those who wait, until one of them has a prompt to read."""
+        deltas: list[Delta] = []
+        while self._waiting and self._slots.free and all(s.pending <= 1 for s in self._running.values()):
+            session = self._waiting.popleft()
+            session.slot, source = self._slots.take(session.id, session.keys, self._reusable(session))
+            session.cached_tokens = session.slot.filled
+            if source is not None:
+                self._decoder.copy_prefix(source.index, session.slot.index, session.cached_tokens)
+            session.started_s = time.monotonic()
+            self._running[session.id] = session
+            self._counts["prompt_tokens"] += len(session.keys)
+            self._counts["cached_tokens"] += session.cached_tokens
+            deltas += self._begun(session)
+        return deltas
+
+    def _advance(self) -> list[Delta]:
+        """Run one forward pass over what is pending, and draw for the sessions that are due."""
+        sessions = [session for session in self._running.values() if session.pending]
+        if not sessions:
+            return []
+        most = self._slot_options.prefill_chunk_tokens
+        spans = [self._span(s.held.index, s.held.filled, min(s.pending, most)) for s in sessions]
+        hidden = self._pass(sessions, spans)
+        due: dict[int, S] = {}  # by its last row
+        row = -1
+        for session, span in zip(sessions, spans, strict=True):
+            row += span.count
+            session.held.filled = span.end
+            if not session.pending and self._is_due(session):
+                due[row] = session
+        self._counts["steps"] += 1
+        return self._draw(list(due.values()), hidden[list(due)]) if due else []
+
+
+def use_threads(placement: Placement) -> Any:
+    """torch, told how many threads it may use on a CPU."""
+    import torch
+
+    if placement.device == "cpu":
+        torch.set_num_threads(placement.threads)
+    return torch

@@ -1,0 +1,429 @@
+"""A codec decoder that streams: frames of codes in, samples out, equal to the whole decode for any chunking.
+
+    codes [B, n, Q] ─► mean of Q embeddings ─► transformer, each frame sees the last W ─► rows [B, n, H]
+      rows ─► for each ratio r: a linear map to r rows, ConvNeXt block ─► convolution k7 ─► channels [B, C, T]
+      channels ─► for each rate r: snake, transposed convolution ×r, 3 residual units ─► snake, convolution k7
+               ─► samples [B, n · samples_per_frame]
+
+Nothing in it looks back further than a fixed span, so a stream needs as *memory* just that: keys and values
+of the last W - 1 frames for each layer, and the last inputs (the *tail*) of each convolution. Keys lie in it
+before their rotation and are rotated by their place in the window: rotary attention depends on distances
+alone, so there is neither an absolute position nor a longest stream.
+
+A transposed convolution of kernel 2r and stride r, cut by r on both sides, needs an input's successor to give
+its r outputs. Run as a convolution over (predecessor, input) it gives them one input later, and ahead of a
+stream's first output come r columns that belong to no sample. They are the stream's *lead*: it grows from
+rate to rate, is kept at zero (what the whole decode pads with), and is `missing_samples` long at the end. So
+streams of any age share a pass. The last `missing_samples` of a stream never appear, as in the whole decode.
+
+Sliding window: Beltagy et al. 2020 (arXiv 2004.05150); rotary positions: Su et al. 2021 (arXiv 2104.09864);
+ConvNeXt: Liu et al. 2022 (arXiv 2201.03545); blocks around snakes: BigVGAN (arXiv 2206.04658).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tritone.errors import ConfigError
+from tritone.networks.causal_layers import Convolution, Layout, Snake, Source, Upsampling
+from tritone.networks.decoder import Linear
+from tritone.networks.weights import Weights
+
+MAX_PASS_FRAMES = 100  # of one stream in one pass: bounds the memory that a pass takes
+MAX_BATCH_FRAMES = 1600  # of all streams in one pass, e.g. 64 streams with 25 each
+
+_KERNEL = 7
+_DILATIONS = (1, 3, 9)  # of a block's residual units
+_NORM_EPSILON = 1e-6  # of a ConvNeXt block
+
+
+@dataclass(frozen=True)
+class WaveformConfig:
+    """Shape of a decoder, named as in a checkpoint's config.json."""
+
+    codebook_size: int
+    num_quantizers: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    attention_bias: bool
+    sliding_window: int  # frames that a frame sees, itself included
+    rms_norm_eps: float
+    rope_theta: float
+    upsampling_ratios: tuple[int, ...]
+    upsample_rates: tuple[int, ...]
+    decoder_dim: int  # channels before the first rate; each rate halves them
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> WaveformConfig:
+        """Read the codec's part of config.json; ConfigError for what is missing or not computed here."""
+        rope: dict[str, Any] = {**config, **(config.get("rope_parameters") or {})}
+        for key, value, known in (
+            ("hidden_act", config.get("hidden_act", "silu"), "silu"),
+            ("rope_type", rope.get("rope_type", "default"), "default"),
+        ):
+            if value != known:
+                raise ConfigError(
+                    f"the codec's config.json has {key} '{value}'", f"this decoder computes only {known}"
+                )
+        try:
+            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+            read = cls(
+                codebook_size=int(config["codebook_size"]),
+                num_quantizers=int(config["num_quantizers"]),
+                hidden_size=hidden,
+                intermediate_size=int(config["intermediate_size"]),
+                num_hidden_layers=int(config["num_hidden_layers"]),
+                num_attention_heads=heads,
+                num_key_value_heads=int(config["num_key_value_heads"]),
+                head_dim=int(config.get("head_dim") or hidden // heads),
+                attention_bias=bool(config.get("attention_bias", False)),
+                sliding_window=int(config["sliding_window"]),
+                rms_norm_eps=float(config["rms_norm_eps"]),
+                rope_theta=float(rope["rope_theta"]),
+                upsampling_ratios=tuple(map(int, config["upsampling_ratios"])),
+                upsample_rates=tuple(map(int, config["upsample_rates"])),
+                decoder_dim=int(config["decoder_dim"]),
+            )
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as fault:
+            raise ConfigError(
+                f"the codec's config.json cannot be used ({type(fault).__name__}: {fault})",
+                "use the one that came with the weights",
+            ) from None
+        if read.sliding_window < 2:
+            raise ConfigError(
+                f"the codec's config.json has sliding_window {read.sliding_window}", "give at least 2 frames"
+            )
+        return read
+
+    @property
+    def samples_per_frame(self) -> int:
+        return math.prod((*self.upsampling_ratios, *self.upsample_rates))
+
+    @property
+    def leads(self) -> tuple[int, ...]:
+        """After each rate, how many columns of a stream come before its first one."""
+        return tuple(
+            itertools.accumulate(self.upsample_rates, lambda lead, rate: (lead + 1) * rate, initial=0)
+        )[1:]
+
+    @property
+    def missing_samples(self) -> int:
+        """By how much a stream of T frames is shorter than T · samples_per_frame."""
+        return (0, *self.leads)[-1]
+
+
+@dataclass
+class WaveformState:
+    """One stream's place between two frames."""
+
+    memory: Tensor  # [memory size], dtype and device of the decoder; of the same size for every stream
+    frames: int = 0  # that the memory has seen
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one stream brings to a call."""
+
+    codes: Tensor  # int32 or int64 [n, Q], n >= 0, each in [0, codebook_size)
+    state: WaveformState
+
+
+class WaveformDecoder:
+    """Weights of the network, ready for any number of streams."""
+
+    def __init__(
+        self,
+        config: WaveformConfig,
+        weights: Weights,
+        *,
+        prefix: str = "code2wav.",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Load the weights under `prefix`; ConfigError where they do not have the shape that config says."""
+        self.config = config
+        self.device = torch.device(device)
+        self.dtype = dtype
+        source = Source(weights, prefix, self.device, dtype)
+        layout = Layout()
+        hidden, books = config.hidden_size, config.num_quantizers
+        with torch.inference_mode():
+            self._embedding = source("code_embedding.weight", books * config.codebook_size, hidden)
+            self._offsets = torch.arange(books, device=self.device, dtype=torch.int32) * config.codebook_size
+            self._transformer = _Transformer(config, source.under("pre_transformer."), layout)
+            self._wideners = [
+                _Widener(ratio, hidden, source.under(f"upsample.{i}."), layout)
+                for i, ratio in enumerate(config.upsampling_ratios)
+            ]
+            channels = config.decoder_dim
+            self._enter = Convolution(source.under("decoder.0."), layout, hidden, channels, kernel=_KERNEL)
+            self._blocks = []
+            for i, rate in enumerate(config.upsample_rates, start=1):
+                self._blocks.append(_Block(rate, channels, source.under(f"decoder.{i}.block."), layout))
+                channels //= 2
+            last = len(self._blocks) + 1
+            self._snake = Snake(source.under(f"decoder.{last}."), channels)
+            self._leave = Convolution(
+                source.under(f"decoder.{last + 1}."), layout, channels, 1, kernel=_KERNEL
+            )
+        self._memory_size = layout.size
+
+    @property
+    def num_codebooks(self) -> int:
+        return self.config.num_quantizers
+
+    @property
+    def codebook_size(self) -> int:
+        return self.config.codebook_size
+
+    @property
+    def samples_per_frame(self) -> int:
+        return self.config.samples_per_frame
+
+    @property
+    def missing_samples(self) -> int:
+        """See WaveformConfig."""
+        return self.config.missing_samples
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of one stream, from its first frame to its last."""
+        return self._memory_size * self.dtype.itemsize
+
+    def new_state(self) -> WaveformState:
+        return WaveformState(torch.zeros(self._memory_size, device=self.device, dtype=self.dtype))
+
+    @torch.inference_mode()
+    def forward(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Advance each piece's state by its frames; its new samples [m] in [-1, 1], in the decoder's dtype.
+
+        A stream may have one piece. After n frames, its samples so far are n · samples_per_frame -
+        missing_samples, or none while that is negative.
+        """
+        samples: list[list[Tensor]] = [[] for _ in pieces]
+        for begin in range(0, max((len(piece.codes) for piece in pieces), default=0), MAX_PASS_FRAMES):
+            parts = [piece.codes[begin : begin + MAX_PASS_FRAMES] for piece in pieces]
+            for group in _equally_long(parts):
+                codes = torch.stack([parts[i] for i in group])
+                new = self._advance(codes, [pieces[i].state for i in group])
+                for i, row in zip(group, new, strict=True):
+                    samples[i].append(row)
+        nothing = torch.zeros(0, device=self.device, dtype=self.dtype)
+        return [torch.cat(parts) if len(parts) > 1 else (parts or [nothing])[0] for parts in samples]
+
+    def _advance(self, codes: Tensor, states: Sequence[WaveformState]) -> list[Tensor]:
+        """One pass over as many frames [B, n, Q] of each stream; the new samples of each."""
+        memories = [state.memory for state in states]
+        memory = memories[0][None] if len(memories) == 1 else torch.stack(memories)
+        ages = [state.frames for state in states]
+        wave = self._decode(codes.to(self.device), memory, ages)
+        if len(memories) > 1:
+            torch._foreach_copy_(memories, memory.unbind())
+        for state in states:
+            state.frames += codes.shape[1]
+        lead, rate = self.config.missing_samples, self.samples_per_frame
+        return [row[max(0, lead - age * rate) :] for row, age in zip(wave, ages, strict=True)]
+
+    def _decode(self, codes: Tensor, memory: Tensor, ages: Sequence[int]) -> Tensor:
+        """codes [B, n, Q] to samples [B, n · samples_per_frame], leads included; moves memory [B, size]."""
+        batch, length, books = codes.shape
+        rows = F.embedding_bag((codes + self._offsets).view(-1, books), self._embedding, mode="mean")
+        x = self._transformer(rows.view(batch, length, -1), memory, ages)
+        for widener in self._wideners:
+            x = widener(x, memory)
+        x = self._enter(x.mT, memory)
+        columns = math.prod(self.config.upsampling_ratios)  # a frame
+        for block, lead in zip(self._blocks, self.config.leads, strict=True):
+            columns *= block.rate
+            x = block(x, memory, self._lead([lead - age * columns for age in ages], length * columns))
+        return self._leave(x, memory, self._snake).squeeze(1).clamp_(-1, 1)
+
+    def _lead(self, leads: Sequence[int], columns: int) -> Tensor | None:
+        """What is lead among the first columns, bool [B, 1, longest lead, at most columns]; None: nothing."""
+        longest = min(max(leads), columns)
+        if longest <= 0:
+            return None
+        ends = torch.tensor(leads, device=self.device)[:, None, None]
+        return torch.arange(longest, device=self.device) < ends
+
+
+class _Transformer:
+    """Pre-norm layers with attention over a sliding window; rows [B, n, H] to rows [B, n, H]."""
+
+    def __init__(self, config: WaveformConfig, source: Source, layout: Layout) -> None:
+        self._past = past = config.sliding_window - 1
+        self._layers = [
+            _Layer(config, source.under(f"layers.{i}."), layout) for i in range(config.num_hidden_layers)
+        ]
+        self._norm = source("norm.weight", config.hidden_size)
+        self._epsilon = config.rms_norm_eps
+        keys = torch.arange(past + MAX_PASS_FRAMES, device=source.device)
+        behind = keys[past:, None] - keys
+        self._seen = (behind >= 0) & (behind <= past)  # bool [frames, keys]: a frame is the key `past` later
+        exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        angles = torch.outer(torch.arange(len(keys)).double(), (1.0 / config.rope_theta**exponents).double())
+        cos, sin = angles.cos(), angles.sin()
+        # [keys, D] each, such that `x · cos + roll(x, D / 2) · sin` rotates a head
+        self._cos = torch.cat((cos, cos), dim=-1).to(source.device, source.dtype)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(source.device, source.dtype)
+
+    def __call__(self, x: Tensor, memory: Tensor, ages: Sequence[int]) -> Tensor:
+        length = x.shape[1]
+        keys = self._past + length
+        unfilled = [max(0, self._past - age) for age in ages]
+        seen = self._seen[:length, :keys]
+        if any(unfilled):
+            first = torch.tensor(unfilled, device=x.device)[:, None, None, None]
+            seen = seen & (torch.arange(keys, device=x.device) >= first)
+        mask = torch.zeros(seen.shape, device=x.device, dtype=x.dtype).masked_fill_(~seen, -math.inf)
+        for layer in self._layers:
+            x = layer(x, memory, mask, self._cos[:keys], self._sin[:keys])
+        return F.rms_norm(x, self._norm.shape, self._norm, self._epsilon)
+
+
+class _Layer:
+    def __init__(self, config: WaveformConfig, source: Source, layout: Layout) -> None:
+        self._config = config
+        hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+        attention, mlp = source.under("self_attn."), source.under("mlp.")
+        biased = config.attention_bias
+        widths = {
+            "q_proj": config.num_attention_heads * size,
+            "k_proj": config.num_key_value_heads * size,
+            "v_proj": config.num_key_value_heads * size,
+        }
+        weight = torch.cat([attention(f"{name}.weight", width, hidden) for name, width in widths.items()])
+        bias = [attention(f"{name}.bias", width) for name, width in widths.items()] if biased else []
+        self._qkv = Linear(weight, torch.cat(bias) if biased else None)
+        scale = source.wide("self_attn_layer_scale.scale", hidden)
+        self._output = attention.linear("o_proj", hidden, widths["q_proj"], bias=biased, gain=scale)
+        gate_up = torch.cat([mlp(f"{name}_proj.weight", inner, hidden) for name in ("gate", "up")])
+        self._gate_up = Linear(gate_up)
+        scale = source.wide("mlp_layer_scale.scale", hidden)
+        self._down = mlp.linear("down_proj", hidden, inner, bias=False, gain=scale)
+        self._attention_norm = source("input_layernorm.weight", hidden)
+        self._mlp_norm = source("post_attention_layernorm.weight", hidden)
+        self._window = layout.reserve(2 * config.num_key_value_heads, config.sliding_window - 1, size)
+
+    def __call__(self, x: Tensor, memory: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, n, H]; mask [B or 1, 1, n, keys] or [n, keys]; cos, sin [keys, D]."""
+        heads, length = self._config.num_attention_heads, x.shape[1]
+        qkv = self._qkv(self._normed(x, self._attention_norm))
+        qkv = qkv.view(*x.shape[:2], -1, self._config.head_dim)
+        # [B, heads, n, D] and [B, 2 kv_heads, n, D]
+        query, new = qkv.transpose(1, 2).tensor_split((heads,), dim=1)
+        window = self._window.of(memory)
+        both = torch.cat((window, new), dim=2)
+        window.copy_(both[:, :, length:])
+        key, value = both.chunk(2, dim=1)  # [B, kv_heads, keys, D]
+        attended = F.scaled_dot_product_attention(
+            _rotated(query, cos[-length:], sin[-length:]),
+            _rotated(key, cos, sin),
+            value,
+            attn_mask=mask,
+            enable_gqa=key.shape[1] != heads,
+        )
+        x = x + self._output(attended.transpose(1, 2).flatten(2))
+        gate, up = self._gate_up(self._normed(x, self._mlp_norm)).chunk(2, dim=-1)
+        return x.add_(self._down(F.silu(gate).mul_(up)))
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+
+
+class _Widener:
+    """Each row to `ratio` rows, then a ConvNeXt block; rows [B, n, H] to rows [B, n · ratio, H].
+
+    A transposed convolution whose kernel is its stride maps each row by itself: it is a linear layer.
+    """
+
+    def __init__(self, ratio: int, hidden: int, source: Source, layout: Layout) -> None:
+        self._hidden = hidden
+        weight = source("0.conv.weight", hidden, hidden, ratio).permute(2, 1, 0).flatten(0, 1)
+        bias = source("0.conv.bias", hidden).repeat(ratio)
+        self._widen = Linear(weight.contiguous(), bias)
+        block = source.under("1.")
+        self._depthwise = Convolution(
+            block.under("dwconv."), layout, hidden, hidden, kernel=_KERNEL, groups=hidden
+        )
+        self._norm = (block("norm.weight", hidden), block("norm.bias", hidden))
+        self._expand = block.linear("pwconv1", 4 * hidden, hidden, bias=True)
+        self._shrink = block.linear(
+            "pwconv2", hidden, 4 * hidden, bias=True, gain=block.wide("gamma", hidden)
+        )
+
+    def __call__(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = self._widen(x).view(len(x), -1, self._hidden)
+        y = self._depthwise(x.mT, memory).mT
+        y = F.layer_norm(y, (self._hidden,), *self._norm, _NORM_EPSILON)
+        return self._shrink(F.gelu(self._expand(y))).add_(x)
+
+
+class _Block:
+    """snake, transposed convolution, residual units; [B, C, T] to [B, C / 2, T · rate]."""
+
+    def __init__(self, rate: int, channels: int, source: Source, layout: Layout) -> None:
+        self.rate = rate
+        self._snake = Snake(source.under("0."), channels)
+        self._upsample = Upsampling(rate, channels, channels // 2, source.under("1.conv."), layout)
+        self._units = [
+            _ResidualUnit(channels // 2, dilation, source.under(f"{i}."), layout)
+            for i, dilation in enumerate(_DILATIONS, start=2)
+        ]
+
+    def __call__(self, x: Tensor, memory: Tensor, lead: Tensor | None) -> Tensor:
+        """lead: bool [B, 1, up to T · rate], the columns to keep at zero; None: there are none."""
+        x = _silenced(self._upsample(x, memory, self._snake), lead)
+        for unit in self._units:
+            x = _silenced(unit(x, memory), lead)
+        return x
+
+
+class _ResidualUnit:
+    def __init__(self, channels: int, dilation: int, source: Source, layout: Layout) -> None:
+        self._snakes = [Snake(source.under(f"act{i}."), channels) for i in (1, 2)]
+        self._spread = Convolution(
+            source.under("conv1."), layout, channels, channels, kernel=_KERNEL, dilation=dilation
+        )
+        self._mix = Convolution(source.under("conv2."), layout, channels, channels, kernel=1)
+
+    def __call__(self, x: Tensor, memory: Tensor) -> Tensor:
+        y = self._spread(x, memory, self._snakes[0])
+        return self._mix(y, memory, self._snakes[1]).add_(x)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [B, heads, n, D] by the angles of [n, D]; a new tensor."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+def _silenced(x: Tensor, lead: Tensor | None) -> Tensor:
+    """x [B, C, T] with zeros, in place, where `lead` [B, 1, up to T] says so."""
+    if lead is not None:
+        x[..., : lead.shape[-1]].masked_fill_(lead, 0)
+    return x
+
+
+def _equally_long(parts: Sequence[Tensor]) -> list[list[int]]:
+    """Which parts [n, Q] can share a pass: groups of indices, without those of empty parts."""
+    groups: dict[int, list[int]] = {}
+    for index, part in enumerate(parts):
+        groups.setdefault(len(part), []).append(index)
+    groups.pop(0, None)
+    return [
+        group[first : first + MAX_BATCH_FRAMES // length]
+        for length, group in groups.items()
+        for first in range(0, len(group), MAX_BATCH_FRAMES // length)
+    ]

@@ -1,0 +1,95 @@
+"""Rows that the talker reads: the thinker's tokens and hidden states, projected, and the signs between them.
+
+    token id ─► thinker's embedding ─► text projection ──┐
+    thinker's hidden state at media ─► hidden projection ┴─► user's turns [U, H]
+
+    text side    sign role break │ pad     pad       pad       pad     tts_bos │ first token
+    codec side     0   0     0   │ nothink think_bos think_eos speaker pad     │ bos
+                                   └─ the head [8, H] ────────────────────────┘ └─ the last row of the prompt
+
+Reference: `_get_talker_user_parts` and `_get_talker_assistant_parts` of Qwen3OmniMoeForConditionalGeneration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tritone.networks.decoder import Decoder, Linear
+from tritone.networks.weights import Weights
+from tritone.pipelines.qwen3_omni.config import OmniConfig
+from tritone.ports import Array
+
+_PADDED = 4  # positions of the head without text
+
+
+class SpeechInputs:
+    """Makes input rows of a talker whose decoder is given."""
+
+    num_head_rows = 9  # of a prompt, after the user's turns
+
+    def __init__(self, config: OmniConfig, weights: Weights, decoder: Decoder) -> None:
+        self._ids, self._codec = config.tokens, config.codec
+        self._decoder = decoder
+        self._media = np.array(sorted(self._ids.media))
+
+        def load(name: str) -> Tensor:
+            return weights[name].to(decoder.device, decoder.dtype)
+
+        with torch.inference_mode():
+            self._embedding = load("thinker.model.embed_tokens.weight")  # [V of the thinker, its H]
+            self._text, self._hidden = (
+                _Projection(*(load(f"talker.{name}.linear_{part}") for part in _Projection.PARTS))
+                for name in ("text_projection", "hidden_projection")
+            )
+        self._bos, self.text_end, self.padding = self.texts(
+            (self._ids.tts_bos, self._ids.tts_eos, self._ids.tts_pad)
+        ).unbind()  # [H] each
+
+    @torch.inference_mode()
+    def texts(self, tokens: Sequence[int]) -> Tensor:
+        """Rows [n, H] of tokens to be spoken."""
+        return self._text(self._embedding[torch.tensor(tokens, device=self._decoder.device)])
+
+    @torch.inference_mode()
+    def prompt(self, ids: Array, media: Sequence[Array], head: Sequence[int], speaker: int) -> Tensor | None:
+        """Rows [U + 8, H] of a prompt but the last; None while rows of media are missing.
+
+        ids: int32 [U], the user's turns. media: float32 [m, H of the thinker] each, behind the media tokens
+        among them, in order. head: tokens that begin the assistant's turn. speaker: id in the talker's
+        vocabulary.
+        """
+        is_media = np.isin(ids, self._media)
+        if sum(map(len, media)) < is_media.sum():
+            return None
+        device = self._decoder.device
+        rows = self.texts(np.where(is_media, self._ids.tts_pad, ids).tolist())
+        if is_media.any():
+            heard = torch.from_numpy(np.concatenate(media)).to(device, self._decoder.dtype)
+            rows[torch.from_numpy(is_media).to(device)] = self._hidden(heard)
+        codec = self._codec
+        signs = (codec.nothink, codec.think_bos, codec.think_eos, speaker, codec.pad)
+        text_side = torch.cat([self.texts(head), self.padding.expand(_PADDED, -1), self._bos[None]])
+        text_side[len(head) :] += self._decoder.embed(signs)
+        return torch.cat([rows, text_side])
+
+    @torch.inference_mode()
+    def first(self, text: Tensor) -> Tensor:
+        """The last row [H] of a prompt, from that of the first token [H]."""
+        return text + self._decoder.embed((self._codec.bos,))[0]
+
+
+class _Projection:
+    """Two layers from the thinker's width to the talker's (Qwen3OmniMoeTalkerResizeMLP)."""
+
+    PARTS = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+
+    def __init__(self, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> None:
+        self._first, self._second = Linear(weight1, bias1), Linear(weight2, bias2)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self._second(F.silu(self._first(rows)))

@@ -1,0 +1,348 @@
+"""Qwen3-Omni's Talker: the tokens that the thinker draws become codec frames, a frame a step.
+
+    prompt_ids, media_rows ─► the user's turns ─┐
+    token_ids ─► head of the assistant's turn ──┴─► rows ─► decoder ─► code 0 ─► CodePredictor ─► frame k
+                 └─► text row k ─► + ◄── embeddings of frame k ◄──────────────────┘
+                                   └──► row k + 1
+
+A row is known as soon as what it is made of has come, so the prompt is read while the thinker still reads
+its own, and frame k waits for token k + 2 and for nothing else. After the last token come one row "text
+ended" and then rows of padding, until the codec's end sign.
+
+Reference: `generate` of Qwen3OmniMoeForConditionalGeneration and Qwen3OmniMoeTalkerForConditionalGeneration,
+whose limit it shares: the token at `max_tokens` gets no frame.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from msgspec import Meta
+
+from tritone.engines.base import Delta, Placement, Values
+from tritone.engines.slot_engine import SlotEngine, SlotOptions, SlotSession, use_threads
+from tritone.engines.text_engine import sampling_of
+from tritone.errors import InvalidRequest, TritoneError
+from tritone.pipelines.qwen3_omni import check_speaker
+from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS, OmniConfig
+from tritone.ports import Array
+from tritone.sampling import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tritone.networks.decoder import Span
+    from tritone.pipelines.qwen3_omni.positions import PromptPositions
+
+HEAD_TOKENS = 3  # that begin the assistant's turn: sign, role, line break
+FIRST_CODEBOOK = 1  # number of code 0 in the draws; 0 is the thinker's
+LONGEST_LOOP = 16  # frames; the repetition guard knows loops up to this length
+
+
+@dataclass(frozen=True)
+class TalkerOptions(SlotOptions):
+    max_looped_frames: Annotated[int, Meta(ge=0)] = 100  # then finish reason `repetition`; 0: never
+    # How the codes of a frame after the first are drawn, unless the talker is greedy.
+    residual_temperature: Annotated[float, Meta(gt=0)] = 1.0
+    residual_top_k: Annotated[int, Meta(ge=0)] = 50
+    residual_top_p: Annotated[float, Meta(gt=0, le=1)] = 0.8
+
+
+@dataclass(eq=False, kw_only=True)
+class _Session(SlotSession):
+    speaker: int  # id in the talker's vocabulary
+    prompt_ids: Array | None = None  # int32 [U]
+    positions: PromptPositions | None = None  # None: of each row its place
+    media_rows: list[Array] = field(default_factory=list)  # float32 [m, thinker's H], behind media tokens
+    head: list[int] = field(default_factory=list)  # tokens
+    texts: list[Tensor] = field(
+        default_factory=list
+    )  # [H] each: projected tokens to speak, from the first on
+    text_ended: bool = False
+    rows: deque[Tensor] = field(
+        default_factory=deque
+    )  # [H] each: input that is known and was not computed yet
+    codes: list[int] = field(default_factory=list)  # code 0 of every token drawn, the end sign included
+    frames: list[tuple[int, ...]] = field(default_factory=list)  # the last ones, for the repetition guard
+    num_frames: int = 0
+    spoken: Tensor | None = None  # [H]: embeddings of the last frame, which wait for their text row
+    runs: list[int] = field(
+        default_factory=lambda: [0] * (LONGEST_LOOP + 1)
+    )  # by length of a loop: frames in it
+
+    @property
+    def has_prompt(self) -> bool:
+        """The last row of the prompt, that of the first token to speak, is known."""
+        return self.prompt_tokens > 0
+
+    @property
+    def usage(self) -> dict[str, int | float]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": len(self.codes),
+            "codec_frames": self.num_frames,
+            **self.durations,
+        }
+
+
+class Talker(SlotEngine[_Session]):
+    """inputs, pushed: `prompt_ids` int32 [U], `prompt_positions` float32 [3, U + 9], `media_rows` float32
+    [M, H of the thinker], `token_ids` int32 [t]. outputs: `frames` int32 [F, code groups].
+    settings: `sampling`, of code 0; `speaker`, a name or None.
+    """
+
+    Options = TalkerOptions
+
+    def __init__(self, placement: Placement, options: TalkerOptions) -> None:
+        torch = use_threads(placement)
+        from tritone.engines import sampler
+        from tritone.networks.decoder import Decoder, DecoderConfig
+        from tritone.networks.weights import Weights
+        from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
+        from tritone.pipelines.qwen3_omni.positions import PromptPositions, positions_of
+        from tritone.pipelines.qwen3_omni.speech_inputs import SpeechInputs
+
+        config = OmniConfig.read(placement.checkpoint)
+        shape = DecoderConfig.from_hf(config.talker["text_config"], family="qwen3_moe")
+        options.check_context(shape.max_positions)
+        dtype = getattr(torch, options.dtype)
+        weights = Weights(placement.checkpoint)
+        decoder = Decoder(
+            shape,
+            weights,
+            slots=options.max_slots,
+            context_tokens=options.max_context_tokens,
+            device=placement.device,
+            dtype=dtype,
+            prefix="talker.model.",
+            embedding="codec_embedding.weight",
+            head="talker.codec_head.weight",
+        )
+        super().__init__(options, decoder, reuse=False)
+        self._torch, self._sampler = torch, sampler
+        self._prompt_positions, self._positions_of = PromptPositions, positions_of
+        self._options = options
+        self._config = config
+        self._inputs = SpeechInputs(config, weights, decoder)
+        self._predictor = CodePredictor(
+            config.talker["code_predictor_config"],
+            weights,
+            rows=options.max_slots,
+            device=placement.device,
+            dtype=dtype,
+        )
+        silenced = torch.zeros(shape.vocab_size, dtype=torch.bool, device=decoder.device)
+        silenced[shape.vocab_size - RESERVED_CODEC_IDS :] = True
+        silenced[config.codec.eos] = False
+        self._silenced = silenced
+        self._residual = Sampling(
+            temperature=options.residual_temperature,
+            top_k=options.residual_top_k,
+            top_p=options.residual_top_p,
+        )
+        self._counts["codec_frames"] = 0
+        self._warm_up()
+
+    # -- the interface --------------------------------------------------------------------------------------
+
+    def add_request(self, session: str, inputs: Values, settings: Mapping[str, Any]) -> None:
+        self._check_room(session)
+        speaker = check_speaker(settings.get("speaker"), tuple(sorted(self._config.speakers)))
+        new = _Session(
+            id=session, sampling=sampling_of(settings), keys=[], speaker=self._config.speakers[speaker]
+        )
+        if inputs:
+            self._take_in(new, inputs)
+        self._sessions[session] = new
+
+    def push(self, session: str, inputs: Values, last: bool) -> None:
+        known = self._sessions.get(session)
+        if known is None:
+            return
+        try:
+            self._take_in(known, inputs)
+            if last:
+                known.text_ended = True
+                self._make_rows(known)
+                if not known.has_prompt:
+                    self._end_unspoken(known)
+        except TritoneError as error:
+            self._refuse(session, error)
+
+    # -- what comes in --------------------------------------------------------------------------------------
+
+    def _take_in(self, session: _Session, inputs: Values) -> None:
+        if "prompt_ids" in inputs:
+            session.prompt_ids = np.asarray(inputs["prompt_ids"])
+            rows = len(session.prompt_ids) + self._inputs.num_head_rows
+            most = self._options.max_context_tokens
+            if rows >= most:
+                raise InvalidRequest(
+                    f"messages fills {rows} positions of the talker, and prompt and speech may fill {most}",
+                    "send less text or fewer media, or ask for modalities 'text'",
+                )
+        if "prompt_positions" in inputs:
+            session.positions = self._prompt_positions(
+                self._torch.tensor(np.asarray(inputs["prompt_positions"]))
+            )
+        if "media_rows" in inputs:
+            session.media_rows.append(np.asarray(inputs["media_rows"]))
+        tokens = np.asarray(inputs.get("token_ids", ()), np.int64).tolist()
+        missing = HEAD_TOKENS - len(session.head)
+        session.head += tokens[:missing]
+        if tokens[missing:]:
+            session.texts += self._inputs.texts(tokens[missing:]).unbind()
+        self._make_rows(session)
+
+    def _make_rows(self, session: _Session) -> None:
+        """Make every input row whose parts have come; a session with its first rows waits for a slot."""
+        if not session.keys and session.prompt_ids is not None and len(session.head) == HEAD_TOKENS:
+            rows = self._inputs.prompt(session.prompt_ids, session.media_rows, session.head, session.speaker)
+            if rows is not None:
+                session.media_rows.clear()
+                self._add_rows(session, rows.unbind())
+                self._queue(session)
+        if session.keys and not session.has_prompt and session.texts:
+            self._add_rows(session, [self._inputs.first(session.texts[0])])
+            session.prompt_tokens = len(session.keys)
+        if session.spoken is not None:
+            text = self._text_row(session)
+            if text is not None:
+                self._add_rows(session, [session.spoken + text])
+                session.spoken = None
+
+    def _text_row(self, session: _Session) -> Tensor | None:
+        """What is added to the embeddings of the last frame; None if it has not come."""
+        place = session.num_frames  # the first token went into the prompt
+        if place < len(session.texts):
+            return session.texts[place]
+        if not session.text_ended:
+            return None
+        return self._inputs.text_end if place == len(session.texts) else self._inputs.padding
+
+    def _add_rows(self, session: _Session, rows: Iterable[Tensor]) -> None:
+        for row in rows:
+            session.rows.append(row)
+            session.keys.append(0)  # nothing is ever shared between two sequences
+
+    def _end_unspoken(self, session: _Session) -> None:
+        """The answer had no token to speak."""
+        session.started_s = session.first_token_s = session.ready_s = time.monotonic()
+        usage = session.usage
+        self.abort(session.id)
+        self._refused.append(Delta(session.id, {}, "stop", usage))
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def _is_due(self, session: _Session) -> bool:
+        return session.has_prompt
+
+    def _rows(self, session: _Session, span: Span) -> Tensor:
+        rows: Tensor = self._torch.stack([session.rows.popleft() for _ in range(span.count)])
+        return rows
+
+    def _pass(self, sessions: Sequence[_Session], spans: Sequence[Span]) -> Tensor:
+        rows = self._joined([self._rows(s, span) for s, span in zip(sessions, spans, strict=True)])
+        positions = self._positions_of([session.positions for session in sessions], spans)
+        return self._decoder.forward(rows, spans, positions=positions).hidden
+
+    def _draw(self, due: Sequence[_Session], hidden: Tensor) -> list[Delta]:
+        """A token for each session, and the frame that it begins."""
+        logits = self._decoder.logits(hidden).float().masked_fill_(self._silenced, float("-inf"))
+        drawn = self._sampler.sample(logits, [self._row(session) for session in due], FIRST_CODEBOOK).tolist()
+        deltas: list[Delta] = []
+        going: list[int] = []
+        for i, (session, code) in enumerate(zip(due, drawn, strict=True)):
+            session.codes.append(code)
+            self._counts["generated_tokens"] += 1
+            if len(session.codes) == 1:
+                session.first_token_s = time.monotonic()
+            reason = self._end_of(session, code)
+            if reason is None:
+                going.append(i)
+            else:
+                deltas.append(self._ended(session, reason))
+        if going:
+            deltas += self._frames([due[i] for i in going], [drawn[i] for i in going], hidden[going])
+        return deltas
+
+    def _row(self, session: _Session) -> Any:
+        sampling = session.sampling
+        # The end sign is no code: where it must not end the speech, it must not come.
+        goes_on = sampling.ignore_eos or len(session.codes) < sampling.min_tokens
+        return self._sampler.Row(
+            sampling,
+            position=len(session.codes),
+            penalised=session.codes,
+            banned=(self._config.codec.eos,) if goes_on else (),
+        )
+
+    def _end_of(self, session: _Session, code: int) -> str | None:
+        """The finish reason if no frame is made of `code`."""
+        if code == self._config.codec.eos:
+            return "stop"
+        is_full = len(session.keys) >= self._options.max_context_tokens
+        return "length" if is_full or len(session.codes) >= session.sampling.max_tokens else None
+
+    def _frames(self, sessions: Sequence[_Session], firsts: Sequence[int], hidden: Tensor) -> list[Delta]:
+        """Make the frames that the codes `firsts` begin; hidden: [B, H]."""
+        rows = [
+            self._sampler.Row(
+                replace(self._residual, seed=s.sampling.seed, temperature=self._residual_temperature(s)),
+                position=len(s.codes),
+            )
+            for s in sessions
+        ]
+        codebooks = range(FIRST_CODEBOOK + 1, FIRST_CODEBOOK + 1 + self._predictor.num_residuals)
+        draw = self._sampler.Draw(rows, self._predictor.vocab_size, self._decoder.device, codebooks)
+        residuals, embedded = self._predictor(hidden, self._decoder.embed(firsts), draw, codebooks)
+        frames = np.concatenate(
+            [np.asarray(firsts, np.int32)[:, None], residuals.cpu().numpy().astype(np.int32)], axis=1
+        )
+        deltas = []
+        for session, frame, sum_ in zip(sessions, frames, embedded, strict=True):
+            session.spoken = sum_
+            self._counts["codec_frames"] += 1
+            session.num_frames += 1
+            self._make_rows(session)
+            looped = self._note_frame(session, tuple(frame.tolist()))
+            outputs: Values = {"frames": frame[None]}
+            deltas.append(
+                self._ended(session, "repetition", outputs) if looped else Delta(session.id, outputs)
+            )
+        return deltas
+
+    def _residual_temperature(self, session: _Session) -> float:
+        """A greedy talker is greedy in all codes, as the reference is."""
+        return self._residual.temperature if session.sampling.temperature else 0.0
+
+    def _note_frame(self, session: _Session, frame: tuple[int, ...]) -> bool:
+        """Whether the speech has run in a loop for too long."""
+        past = session.frames
+        for length in range(1, LONGEST_LOOP + 1):
+            again = len(past) >= length and past[-length] == frame
+            session.runs[length] = session.runs[length] + 1 if again else 0
+        session.frames = [*past, frame][-LONGEST_LOOP:]
+        most = self._options.max_looped_frames
+        return bool(most) and max(session.runs) >= most
+
+    def _ended(self, session: _Session, reason: str, outputs: Values | None = None) -> Delta:
+        delta = Delta(session.id, outputs or {}, reason, session.usage)
+        self.abort(session.id)
+        return delta
+
+    def _warm_up(self) -> None:
+        """Touch every weight: let no listener wait for it."""
+        ids = self._config.tokens
+        text = np.asarray([ids.im_start, ids.user, ids.im_end, ids.im_end], np.int32)
+        greedy = {"sampling": {"temperature": 0.0, "max_tokens": 3, "min_tokens": 3}}
+        self.add_request("warm-up", {"prompt_ids": text, "token_ids": text}, greedy)
+        self.push("warm-up", {}, last=True)
+        while self.has_work:
+            self.step()
+        self._counts = dict.fromkeys(self._counts, 0)

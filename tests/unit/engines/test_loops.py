@@ -1,0 +1,294 @@
+"""The loop around an engine: what wakes it, what it gives engine and connector, and in which order."""
+
+import threading
+
+import pytest
+
+from tritone import wire
+from tritone.connectors.base import Budget, Connector, Delivery, Key
+from tritone.engines.base import Delta, Engine
+from tritone.engines.loops import StageLoop
+from tritone.errors import EngineLost, Unavailable
+
+INBOX, NEXT = "an inbox", "the next stage"
+
+
+class Inboxes:
+    """Stands for Peers: what the orchestrator is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def ensure(self, address):
+        assert address == INBOX
+
+    def send(self, address, message):
+        self.ensure(address)
+        self.sent.append(message)
+
+
+class Hand(Connector):
+    """A connector whose other ends are the test: `came` by session is what `get` gives."""
+
+    def __init__(self, limit_bytes=1000):
+        self.budget = Budget(limit_bytes)
+        self.calls, self.came, self.sent = [], {}, []
+        self.is_full = False
+
+    def attach(self, arrived, consumer_lost):
+        self.arrived, self.consumer_lost = arrived, consumer_lost
+
+    def put(self, address, key, values, last):
+        if self.is_full:
+            raise Unavailable("the queues are full", "wait")
+        self.sent.append((address, key, dict(values), last))
+
+    def expect(self, session):
+        self.calls.append(("expect", session))
+
+    def get(self, session):
+        came = self.came.pop(session, [])
+        if isinstance(came, Exception):
+            raise came
+        return came
+
+    def ignore(self, session):
+        self.calls.append(("ignore", session))
+
+    def cleanup(self, session):
+        self.calls.append(("cleanup", session))
+
+    def close(self):
+        pass
+
+    def stats(self):
+        return {"connector_late": 7}
+
+
+class Notes(Engine):
+    """Writes down what it is told; `made` are the deltas of its next step."""
+
+    Options = None
+
+    def __init__(self, placement=None, options=None):
+        self.told, self.made, self.num_steps = [], [], 0
+        self.refusal = self.fault = None
+
+    def add_request(self, session, inputs, settings):
+        if self.refusal is not None:
+            raise self.refusal
+
+    def push(self, session, inputs, last):
+        if self.fault is not None:
+            raise self.fault
+        self.told.append((session, dict(inputs), last))
+
+    def step(self):
+        self.num_steps += 1
+        made, self.made = self.made, []
+        return made
+
+    @property
+    def has_work(self):
+        return bool(self.made)
+
+    def abort(self, session):
+        self.told.append((session, "abort"))
+
+    def stats(self):
+        return {"active": 0}
+
+
+class Stage:
+    """A loop that turns when the test says so."""
+
+    def __init__(self, **connector_settings):
+        self.engine, self.inboxes, self.hand = Notes(), Inboxes(), Hand(**connector_settings)
+        self.loop = StageLoop("m", self.engine, self.inboxes, self.hand, 60.0)
+        self.answers = []
+
+    def open(self, session="s", sources=1, whole=False):
+        routes = [wire.Route(NEXT, "n", {"rows": "in"}), wire.Route(INBOX, "", {"text": "text"})]
+        message = wire.Open(1, "m", session, INBOX, {}, sources, {}, routes, whole)
+        self.loop.open(message, self.answers.append)
+
+    def comes(self, session, *chunks):
+        """chunks: (source, value, last) each."""
+        self.hand.came[session] = [
+            Delivery(Key(session, (source, "m"), number), {"x": value}, last, 100)
+            for number, (source, value, last) in enumerate(chunks)
+        ]
+        self.hand.arrived(session)
+        self.turn()
+
+    def makes(self, *deltas):
+        self.engine.made += deltas
+        self.turn()
+
+    def turn(self):
+        self.loop.post(lambda: None)  # or it would wait for a task
+        self.loop._turn()
+
+
+@pytest.fixture
+def stage():
+    return Stage()
+
+
+# -- what wakes it -----------------------------------------------------------------------------------------
+
+
+def test_an_engine_without_a_loop_may_wake_nobody():
+    Notes().wake()
+
+
+def test_wake_turns_a_sleeping_loop_from_any_thread(stage, monkeypatch):
+    monkeypatch.setattr("tritone.engines.loops.IDLE_WAIT_S", None)  # sleep until something is posted
+    turn = threading.Thread(target=stage.loop._turn, daemon=True)
+    turn.start()
+
+    def work():
+        stage.engine.made.append(Delta("nobody"))
+        stage.engine.wake()
+
+    threading.Thread(target=work).start()
+    turn.join(10)
+    assert not turn.is_alive() and stage.engine.num_steps == 1
+
+
+# -- what comes --------------------------------------------------------------------------------------------
+
+
+def test_chunks_reach_the_engine_as_they_come_and_the_last_of_all_sources_ends_the_input(stage):
+    stage.open(sources=2)
+    stage.comes("s", ("a", 1, False), ("b", 2, True))
+    stage.comes("s", ("a", 3, False))
+    stage.comes("s", ("a", 4, True))
+    assert stage.engine.told == [
+        ("s", {"x": 1}, False),
+        ("s", {"x": 2}, False),
+        ("s", {"x": 3}, False),
+        ("s", {"x": 4}, True),
+    ]
+
+
+def test_a_stage_of_sync_mode_gets_the_same_when_all_its_sources_have_ended(stage):
+    stage.open(sources=2, whole=True)
+    stage.comes("s", ("a", 1, False), ("b", 2, True))
+    stage.comes("s", ("a", 3, False))
+    assert stage.engine.told == [] and stage.hand.budget.used_bytes == 300
+    stage.comes("s", ("a", 4, True))
+    assert stage.engine.told == [
+        ("s", {"x": 1}, False),
+        ("s", {"x": 2}, False),
+        ("s", {"x": 3}, False),
+        ("s", {"x": 4}, True),
+    ]
+    assert stage.hand.budget.used_bytes == 0
+
+
+def test_the_first_stage_of_sync_mode_begins_at_once(stage):
+    stage.open(sources=0, whole=True)
+    assert stage.engine.told == [("s", {}, True)]
+
+
+def test_what_sync_mode_holds_is_limited_and_only_that_session_fails():
+    stage = Stage(limit_bytes=250)
+    stage.open("s", whole=True)
+    stage.open("t", whole=True)
+    stage.comes("t", ("a", 0, False))
+    stage.comes("s", ("a", 1, False), ("a", 2, False), ("a", 3, False))
+    (failure,) = stage.inboxes.sent
+    assert (failure.session, failure.code) == ("s", "UNAVAILABLE") and "queued_bytes is 250" in failure.what
+    assert stage.engine.told == [("s", "abort")] and stage.hand.budget.used_bytes == 100
+    stage.comes("t", ("a", 4, True))
+    assert stage.engine.told[1:] == [("t", {"x": 0}, False), ("t", {"x": 4}, True)]
+
+
+def test_what_sync_mode_holds_is_freed_by_a_cancel(stage):
+    stage.open(whole=True)
+    stage.comes("s", ("a", 1, False))
+    stage.loop.cancel("s")
+    assert stage.hand.budget.used_bytes == 0 and ("cleanup", "s") in stage.hand.calls
+
+
+def test_a_session_whose_chunks_can_never_be_complete_fails(stage):
+    stage.open()
+    stage.open("t")
+    stage.hand.came["s"] = EngineLost("the stage before is dead", "try again")
+    stage.hand.arrived("s")
+    stage.turn()
+    (failure,) = stage.inboxes.sent
+    assert (failure.session, failure.code, failure.what) == ("s", "UNAVAILABLE", "the stage before is dead")
+    assert stage.loop.stats()["sessions"] == 1
+
+
+def test_what_an_engine_does_not_take_fails_its_session_and_the_rest_is_not_offered(stage):
+    stage.open()
+    stage.engine.fault = Unavailable("too many rows", "send fewer")
+    stage.comes("s", ("a", 1, False), ("a", 2, False))
+    assert [message.what for message in stage.inboxes.sent] == ["too many rows"]
+
+
+def test_a_refused_session_is_expected_no_longer(stage):
+    stage.engine.refusal = Unavailable("full", "wait")
+    stage.open()
+    assert isinstance(stage.answers[0], wire.Refused)
+    assert stage.hand.calls == [("expect", "s"), ("ignore", "s")]
+
+
+# -- what goes ---------------------------------------------------------------------------------------------
+
+
+def test_each_route_has_its_values_its_numbers_and_its_end(stage):
+    stage.open()
+    stage.makes(Delta("s", {"rows": 1, "text": "a"}))
+    stage.makes(Delta("s", {"text": "b"}))
+    stage.makes(Delta("s", {"rows": 2}), Delta("s", {}, "stop"))
+    edge = ("m", "n")
+    assert stage.hand.sent == [
+        (NEXT, Key("s", edge, 0), {"in": 1}, False),
+        (NEXT, Key("s", edge, 1), {"in": 2}, False),
+        (NEXT, Key("s", edge, 2), {}, True),
+    ]
+    pieces = [message for message in stage.inboxes.sent if isinstance(message, wire.Piece)]
+    assert [(piece.number, piece.values, piece.last) for piece in pieces] == [
+        (0, {"text": "a"}, False),
+        (1, {"text": "b"}, False),
+        (2, {}, True),
+    ]
+    assert isinstance(stage.inboxes.sent[-1], wire.Finished)
+
+
+def test_a_stage_that_ended_wants_no_more_but_what_it_gave_still_goes(stage):
+    stage.open()
+    stage.makes(Delta("s", {}, "stop"))
+    assert stage.hand.calls == [("expect", "s"), ("ignore", "s")]
+
+
+def test_a_full_connector_fails_that_session_only(stage):
+    stage.open("s")
+    stage.open("t")
+    stage.hand.is_full = True
+    stage.makes(Delta("s", {"rows": 1}), Delta("t", {"text": "fine"}))
+    failure, piece = stage.inboxes.sent
+    assert (failure.session, failure.what) == ("s", "the queues are full")
+    assert (piece.session, piece.values) == ("t", {"text": "fine"})
+    assert ("cleanup", "s") in stage.hand.calls and stage.engine.told == [("s", "abort")]
+
+
+def test_a_lost_consumer_fails_the_sessions_that_feed_it(stage):
+    stage.open()
+    stage.hand.consumer_lost("somebody else")
+    stage.turn()
+    assert stage.inboxes.sent == []
+    stage.hand.consumer_lost(NEXT)
+    stage.turn()
+    assert [message.what for message in stage.inboxes.sent] == ["the stage after m went away"]
+
+
+def test_the_figures_of_the_connector_are_among_those_of_the_stage(stage):
+    stage.open()
+    stage.turn()
+    stats = stage.loop.stats()
+    assert (stats["sessions"], stats["active"], stats["connector_late"]) == (1, 0, 7)
