@@ -114,7 +114,7 @@ def num_frames(total: int, rate_hz: float, limits: VideoLimits) -> int:
     """How many of `total` frames at `rate_hz` are looked at: an even number, within the limits."""
     wanted = total / rate_hz * limits.frames_per_second
     count = _FRAME_MULTIPLE * round(wanted / _FRAME_MULTIPLE)
-    count = min(max(count, limits.min_frames), limits.max_frames)
+    count = min(max(count, limits.min_frames), limits.max_frames // _FRAME_MULTIPLE * _FRAME_MULTIPLE)
     return max(1, min(count, total // _FRAME_MULTIPLE * _FRAME_MULTIPLE))
 
 

@@ -242,7 +242,7 @@ def test_sampled_codes_depend_on_the_seed_alone(stages):
 
 def test_eight_speeches_at_once_never_mix(stages):
     """Chunks of eight streams in different phases, batched as they come."""
-    names = [name for name in CASES if name not in ("video", "video_audio", "penalty")]
+    names = [name for name in CASES if name not in ("video", "video_audio", "penalty", "long")]
     assert len(names) == 8
     buffers = {name: FrameBuffer(STREAMED if i % 2 else SCHEDULES["growing"]) for i, name in enumerate(names)}
     waiting = {}

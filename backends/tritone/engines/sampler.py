@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tritone.sampling import Sampling
@@ -77,6 +78,8 @@ class Draw:
         self._whole = [at for at in others if at not in nucleus]
         self._most = max((settings[drawn[at]].top_k for at in limited), default=0)
         self._limited_filters = self._filters.select(limited)
+        ranks = torch.arange(self._most, device=device)
+        self._beyond = ranks >= self._limited_filters.top_k  # bool [limited, most]: what top-k leaves out
         self._nucleus_filters = self._filters.select(nucleus)
         self._noise: dict[int, Tensor] = {}  # float64 [rows drawn, V]
         if codebooks:
@@ -99,14 +102,11 @@ class Draw:
         scaled = logits / filters.temperature
         if self._has_min_p:
             scaled.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + filters.log_min_p, -math.inf)
+        if len(self._limited) == len(logits):
+            return self._draw_limited(scaled, codebook)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if self._limited:
-            best = scaled[self._limited].topk(self._most)
-            some = self._limited_filters
-            ranks = torch.arange(best.values.shape[-1], device=logits.device)
-            scores = best.values.masked_fill(ranks >= some.top_k, -math.inf)
-            scores = _top_p(scores, scores.logsumexp(-1, keepdim=True), some.top_p)
-            tokens[self._limited] = self._draw_ranked(scores, best.indices, some, self._limited, codebook)
+            tokens[self._limited] = self._draw_limited(scaled[self._limited], codebook)
         whole = list(self._whole)
         if self._nucleus:
             among = scaled[self._nucleus]
@@ -121,12 +121,20 @@ class Draw:
             tokens[whole] = _draw_whole(scaled[whole], filters.select(whole), codebook)
         return tokens
 
+    def _draw_limited(self, scaled: Tensor, codebook: int) -> Tensor:
+        """Draw, int64 [K], for the rows with a top-k; scaled: [K, V]."""
+        best, some = scaled.topk(self._most), self._limited_filters
+        scores = best.values.masked_fill_(self._beyond, -math.inf)
+        scores = _top_p(scores, scores.logsumexp(-1, keepdim=True), some.top_p)
+        return self._draw_ranked(scores, best.indices, some, self._limited, codebook)
+
     def _draw_ranked(
         self, scores: Tensor, tokens: Tensor, filters: _Filters, rows: list[int], codebook: int
     ) -> Tensor:
         """Draw, int64 [K], for `rows` among tokens [K, R] with scores [K, R]; -inf keeps a token out."""
         if codebook in self._noise:
-            noise = self._noise[codebook][rows].gather(-1, tokens)
+            of_all = self._noise[codebook]
+            noise = (of_all if len(rows) == len(of_all) else of_all[rows]).gather(-1, tokens)
         else:
             noise = gumbel(tokens, filters.seeds, filters.positions, codebook)
         return tokens.gather(-1, (noise + scores).argmax(-1, keepdim=True)).squeeze(-1)
@@ -214,7 +222,7 @@ def _draw_whole(scaled: Tensor, filters: _Filters, codebook: int) -> Tensor:
 def _top_p(scores: Tensor, log_total: Tensor, top_p: Tensor) -> Tensor:
     """Scores [B, K], in falling order, without those that begin beyond the mass `top_p` of exp(log_total)."""
     mass = (scores - log_total).exp().cumsum(-1)
-    before = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=-1)
+    before = F.pad(mass[:, :-1], (1, 0))
     # Without a limit the sum may still round to 1 before the last token.
     return scores.masked_fill((before >= top_p) & (top_p < 1.0), -math.inf)
 

@@ -23,8 +23,7 @@ Numbers come from the checkpoint's config.json, weights from its safetensors fil
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from tritone.errors import ConfigError
 from tritone.networks.experts import ExpertsConfig, MixtureOfExperts
+from tritone.networks.rotary import Rotary, refuse, rope_parameters
 from tritone.networks.weights import Weights
 
 
@@ -67,11 +67,11 @@ class DecoderConfig:
         family = family or config.get("model_type")
         if family not in _FAMILIES:
             raise ConfigError(f"config.json has model_type '{family}'", f"use one of {', '.join(_FAMILIES)}")
-        _refuse(config, "hidden_act", {None, "silu"})
-        _refuse(config, "mlp_bias", {None, False})
-        _refuse(config, "use_sliding_window", {None, False})
+        refuse(config, "hidden_act", {None, "silu"})
+        refuse(config, "mlp_bias", {None, False})
+        refuse(config, "use_sliding_window", {None, False})
         for kind in config.get("layer_types") or ():
-            _refuse({"layer_types": kind}, "layer_types", {"full_attention"})
+            refuse({"layer_types": kind}, "layer_types", {"full_attention"})
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
             head_dim, layers = (
@@ -88,7 +88,7 @@ class DecoderConfig:
                 num_kv_heads=int(config.get("num_key_value_heads") or heads),
                 head_dim=head_dim,
                 norm_eps=float(config["rms_norm_eps"]),
-                rope=_rope_parameters(config, head_dim),
+                rope=rope_parameters(config, head_dim),
                 max_positions=int(config["max_position_embeddings"]),
                 tied_head=bool(config.get("tie_word_embeddings", False)),
                 experts=experts,
@@ -164,7 +164,7 @@ class Decoder:
             ]
             self._norm = load(f"{prefix}norm.weight")  # [H]
             self._head = self._load_head(load, head)
-            self._rotary = _Rotary(config, self.device, dtype)
+            self._rotary = Rotary(config.rope, config.head_dim, self.device, dtype)
             # For the rows whose position is their place: looked up faster than computed.
             self._turns = self._rotary(torch.arange(context_tokens, device=self.device))
             # Not cleared, so that memory is taken only as slots fill; what lies beyond is never read.
@@ -202,24 +202,31 @@ class Decoder:
         one span.
         """
         assert len(additions) <= len(self._layers)
-        slots, places = self._places(spans)
-        if positions is None:
+        blocks = _blocks(spans)
+        # Rows of one block lie in a slice of the cache; others are put there one by one.
+        block = blocks[0] if len(blocks) == 1 else None
+        slots, places = self._places(spans) if block is None else (None, None)
+        if positions is not None:
+            cos, sin = self._rotary(positions.to(self.device))
+        elif block is None:
             cos, sin = (table[places] for table in self._turns)
         else:
-            cos, sin = self._rotary(positions.to(self.device))
-        blocks = _blocks(spans)
+            cos, sin = (block.turns(table) for table in self._turns)
         masks = [_causal_mask(block, self.device) for block in blocks]
         tapped = rows if tap == 0 else None
         for i, (layer, cache) in enumerate(zip(self._layers, self.cache, strict=True)):
             query, key_value = layer.project(rows, cos, sin)
-            cache.permute(1, 3, 0, 2, 4)[slots, places] = key_value
+            if block is None:
+                cache.permute(1, 3, 0, 2, 4)[slots, places] = key_value
+            else:
+                block.store(key_value, cache)
             rows = layer.finish(rows, self._attend(query, cache, blocks, masks))
             if tap == i + 1:
                 tapped = rows
             if i < len(additions):
                 chosen, values = additions[i]
                 rows = rows.index_add(0, chosen.to(self.device), values.to(self.device, self.dtype))
-        hidden = F.rms_norm(rows, self._norm.shape, self._norm, self.config.norm_eps)
+        hidden = rms_norm(rows, self._norm, self.config.norm_eps)
         return Forward(hidden, hidden if tap == len(self._layers) else tapped)
 
     @torch.inference_mode()
@@ -273,6 +280,16 @@ class Decoder:
         return out.flatten(1)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x²) + eps) · weight` over the last dimension; weight: [D] or [heads, D]."""
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+        # The operator of torch takes half as long again for few rows.
+        return x * x.square().mean(-1, keepdim=True).add_(eps).rsqrt_() * weight
+    if weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+
+
 class Linear:
     """`y = x Wᵀ + b`, with the weight in the layout that the device multiplies fastest."""
 
@@ -321,8 +338,12 @@ class _Layer:
 
         self._input_norm = load(f"{prefix}input_layernorm.weight")
         self._qkv = Linear(fused("weight"), fused("bias") if config.qkv_bias else None)
-        self._query_norm = load(f"{attention}q_norm.weight") if config.qk_norm else None
-        self._key_norm = load(f"{attention}k_norm.weight") if config.qk_norm else None
+        self._head_norm: Tensor | None = None  # [query and key heads, D]
+        if config.qk_norm:
+            query, key = load(f"{attention}q_norm.weight"), load(f"{attention}k_norm.weight")
+            self._head_norm = torch.cat(
+                (query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1))
+            )
         self._output = Linear(
             load(f"{attention}o_proj.weight"), load(f"{attention}o_proj.bias") if config.output_bias else None
         )
@@ -334,11 +355,9 @@ class _Layer:
         config = self._config
         heads = config.num_heads + config.num_kv_heads
         qkv = self._qkv(self._normed(rows, self._input_norm)).view(len(rows), -1, config.head_dim)
-        if self._query_norm is not None and self._key_norm is not None:
-            query, key = qkv[:, : config.num_heads], qkv[:, config.num_heads : heads]
-            query.copy_(self._normed(query, self._query_norm))
-            key.copy_(self._normed(key, self._key_norm))
         rotated = qkv[:, :heads]
+        if self._head_norm is not None:
+            rotated.copy_(self._normed(rotated, self._head_norm))
         half_turned = rotated.roll(config.head_dim // 2, dims=-1)
         rotated.mul_(cos).addcmul_(half_turned, sin)
         key_value = qkv[:, config.num_heads :].view(len(rows), 2, config.num_kv_heads, config.head_dim)
@@ -350,7 +369,7 @@ class _Layer:
         return rows.add_(self._mlp(self._normed(rows, self._mlp_norm)))
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._config.norm_eps)
+        return rms_norm(x, weight, self._config.norm_eps)
 
 
 class _Block(NamedTuple):
@@ -365,31 +384,19 @@ class _Block(NamedTuple):
     def end(self) -> int:
         return self.start + self.rows
 
+    def turns(self, table: Tensor) -> Tensor:
+        """What a table [context, 1, D] has for the places of the rows: [N, 1, D], or one row for all."""
+        mine = table[self.start : self.end]
+        return mine if self.rows == 1 or self.slots == 1 else mine.repeat(self.slots, 1, 1)
 
-class _Rotary:
-    """The turn of a head by its row's position: `x · cos + roll(x, D / 2) · sin`."""
-
-    def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
-        frequencies = _rotary_frequencies(config)
-        self._dtype = dtype
-        # float32 [D]; the first half turns the other way, which is where `roll` needs a minus
-        self._frequencies = torch.cat((-frequencies, frequencies)).to(device)
-        self._axes: Tensor | None = None  # int64 [D]: which of the three positions turns it
-        if "mrope_section" in config.rope:
-            self._axes = _interleaved_axes(config.rope["mrope_section"]).repeat(2).to(device)
-
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [N, 1, D], of positions [N] or [3, N]; computed in float32 whatever the dtype."""
-        if positions.dim() == 1:
-            turned_by = positions.float().unsqueeze(1)
-        else:
-            assert self._axes is not None, "this decoder has positions of one dimension"
-            turned_by = positions.float().t().index_select(1, self._axes)
-        angles = (turned_by * self._frequencies).unsqueeze(1)
-        return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+    def store(self, key_value: Tensor, cache: Tensor) -> None:
+        """Put keys with values [N, 2, kv_heads, D] into a layer's cache [2, slots, kv_heads, context, D]."""
+        into = cache[:, self.slot : self.slot + self.slots, :, self.start : self.end]
+        into.copy_(key_value.view(self.slots, self.rows, *key_value.shape[1:]).permute(2, 0, 3, 1, 4))
 
 
 _PACKED_FOR_ROWS = 8  # batch size that the packed layout is chosen for; others work as well
+_PACKED_FROM = 1 << 18  # elements; the call on a packed weight costs more than it saves on a smaller one
 
 _FAMILIES: dict[str, Callable[[bool], dict[str, bool]]] = {
     "llama": lambda bias: {"qkv_bias": bias, "output_bias": bias, "qk_norm": False},
@@ -402,7 +409,8 @@ _WITH_EXPERTS = {"qwen3_moe"}
 
 def _can_pack(weight: Tensor) -> bool:
     return (
-        weight.device.type == "cpu"
+        weight.numel() >= _PACKED_FROM
+        and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -433,59 +441,3 @@ def _dense_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
     """Those with one MLP among layers with experts."""
     named, step = set(config.get("mlp_only_layers") or ()), int(config.get("decoder_sparse_step") or 1)
     return frozenset(i for i in range(layers) if i in named or (i + 1) % step)
-
-
-def _rotary_frequencies(config: DecoderConfig) -> Tensor:
-    """Angle per position of each pair of a head, float32 [D / 2]."""
-    rope = config.rope
-    exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-    frequencies: Tensor = 1.0 / rope["rope_theta"] ** exponents
-    if rope["rope_type"] == "llama3":
-        # Slow pairs are stretched by `factor`, fast ones kept, and those between them blended.
-        turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        frequencies = kept * frequencies + (1.0 - kept) * frequencies / rope["factor"]
-    return frequencies
-
-
-def _interleaved_axes(sections: Sequence[int]) -> Tensor:
-    """Which position turns each pair of a head, int64 [D / 2]: time, height, width, time, … in turn.
-
-    Where height or width has had its number of pairs, its turn is time's (`recomposition_frequencies` in
-    `transformers`).
-    """
-    axes = torch.zeros(sum(sections), dtype=torch.int64)
-    for axis in (1, 2):
-        axes[axis : 3 * sections[axis] : 3] = axis
-    return axes
-
-
-def _rope_parameters(config: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:
-    """rope_theta, rope_type and the type's own numbers, from the newer or the older form of config.json."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.setdefault("rope_theta", config.get("rope_theta"))
-    if rope["rope_theta"] is None:
-        raise KeyError("rope_theta")
-    _refuse(rope, "rope_type", {"default", "llama3"})
-    _refuse(rope, "partial_rotary_factor", {None, 1})
-    interleaved = rope.get("mrope_interleaved", rope.get("interleaved"))
-    if interleaved is None and "mrope_section" not in rope:
-        return rope
-    sections = rope["mrope_section"]
-    _refuse({"mrope_interleaved": interleaved}, "mrope_interleaved", {True})
-    if len(sections) != 3 or sum(sections) != head_dim // 2:
-        raise ConfigError(
-            f"config.json has mrope_section {sections} with head_dim {head_dim}",
-            "use three numbers that add up to half the head_dim",
-        )
-    return rope
-
-
-def _refuse(config: Mapping[str, Any], key: str, known: Iterable[Any]) -> None:
-    """ConfigError unless config.json has one of the `known` values for `key`."""
-    value = config.get(key)
-    if value not in known:
-        names = ", ".join(str(name) for name in known if name is not None)
-        raise ConfigError(f"config.json has {key} '{value}'", f"this decoder computes only {names}")

@@ -211,6 +211,11 @@ def test_number_of_frames(total: int, rate_hz: float, count: int) -> None:
     assert num_frames(total, rate_hz, VideoLimits()) == count
 
 
+def test_number_of_frames_is_even_under_an_odd_limit() -> None:
+    assert num_frames(250, 25.0, VideoLimits(max_frames=7)) == 6
+    assert num_frames(250, 25.0, VideoLimits(frames_per_second=1.0)) == 10
+
+
 def test_frames_are_spread_from_the_first_to_the_last() -> None:
     video = decode_video(video_of(numbered(13)), VideoLimits())
     assert video.frames.shape == (6, 16, 16, 3) and video.frames.dtype == np.uint8
@@ -230,6 +235,34 @@ def test_colours_and_base64() -> None:
     data = video_of(np.stack([PICTURE] * 4))
     for form in (data, base64.b64encode(data)):
         assert np.array_equal(decode_video(form, VideoLimits()).frames, np.stack([PICTURE] * 4))
+
+
+@pytest.mark.parametrize(
+    ("container", "codec"),
+    [
+        ("mp4", "mpeg4"),
+        ("mov", "mpeg4"),
+        ("matroska", "mpeg4"),
+        ("avi", "mpeg4"),
+        ("mpegts", "mpeg2video"),
+        ("webm", "libvpx"),
+    ],
+)
+def test_every_container_is_read(container: str, codec: str) -> None:
+    if codec not in av.codecs_available:
+        pytest.skip(f"this build of av has no {codec}")
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as out:
+        pictures = out.add_stream(codec, rate=25)
+        pictures.width = pictures.height = 32
+        pictures.pix_fmt = "yuv420p"
+        for brightness in range(0, 250, 10):
+            frame = np.full((32, 32, 3), brightness, np.uint8)
+            out.mux(pictures.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        out.mux(pictures.encode())
+    video = decode_video(file.getvalue(), VideoLimits())
+    assert video.frames.shape == (4, 32, 32, 3) and video.rate_hz == pytest.approx(4.0, abs=0.1)
+    assert np.abs(video.frames.mean((1, 2, 3)) - [0, 80, 160, 240]).max() < 6
 
 
 @pytest.mark.parametrize(("turned", "quarters"), [(90, 1), (180, 2), (-90, -1)])
