@@ -52,18 +52,18 @@ class Result:
         return np.concatenate(self.frames).T
 
 
-def make_stages(checkpoint, **talker):
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, GPU])])
+def stages(request):
     torch.set_num_threads(1)
+    place = Placement(oracle.checkpoint(), request.param)
     return SimpleNamespace(
-        thinker=Thinker(Placement(checkpoint), ThinkerOptions(max_slots=12, prefill_chunk_tokens=64)),
-        talker=Talker(Placement(checkpoint), TalkerOptions(max_slots=12, prefill_chunk_tokens=64, **talker)),
-        code2wav=Code2Wav(Placement(checkpoint), Code2Wav.Options()),
+        thinker=Thinker(place, ThinkerOptions(max_slots=12, prefill_chunk_tokens=64)),
+        talker=Talker(place, TalkerOptions(max_slots=12, prefill_chunk_tokens=64)),
+        code2wav=Code2Wav(place, Code2Wav.Options()),
     )
-
-
-@pytest.fixture(scope="module")
-def stages():
-    return make_stages(oracle.checkpoint())
 
 
 def start(stages, name, case, seed=0, talker_temperature=0.0):

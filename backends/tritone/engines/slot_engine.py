@@ -17,9 +17,9 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from tritone.engines.base import Delta, Engine, Placement
+from tritone.engines.base import Delta, Engine
 from tritone.engines.slots import Slot, Slots
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
 from tritone.sampling import Sampling
@@ -254,12 +254,3 @@ class SlotEngine(Engine, Generic[S]):
                 due[row] = session
         self._counts["steps"] += 1
         return self._draw(list(due.values()), hidden[list(due)]) if due else []
-
-
-def use_threads(placement: Placement) -> Any:
-    """torch, told how many threads it may use on a CPU."""
-    import torch
-
-    if placement.device == "cpu":
-        torch.set_num_threads(placement.threads)
-    return torch

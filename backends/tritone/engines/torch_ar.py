@@ -12,8 +12,9 @@ from typing import Any
 from tritone.checkpoint import read_config
 from tritone.engines.base import Placement, Values
 from tritone.engines.chat import Conversation
-from tritone.engines.slot_engine import SlotOptions, use_threads
+from tritone.engines.slot_engine import SlotOptions
 from tritone.engines.text_engine import TextEngine, TextSession
+from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import ConfigError, InvalidRequest, TritoneError
 
 
@@ -41,7 +42,7 @@ class TorchEngine(TextEngine[_Session]):
     Options = TorchOptions
 
     def __init__(self, placement: Placement, options: TorchOptions) -> None:
-        torch = use_threads(placement)
+        torch = prepared_torch(placement)
         from tritone.engines.text import ChatTokenizer
         from tritone.networks.decoder import Decoder, DecoderConfig
         from tritone.networks.weights import Weights

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from tritone.checkpoint import read_config
 from tritone.engines.base import BatchEngine, Chunk, Placement, Values
+from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
 from tritone.ports import Array
 
@@ -44,13 +45,12 @@ class Code2Wav(BatchEngine):
 
     def __init__(self, placement: Placement, options: Code2WavOptions) -> None:
         """ConfigError when the folder's config.json has no code2wav_config or its weights do not fit it."""
-        import torch
+        torch = prepared_torch(placement)
 
         from tritone.networks.waveform_decoder import Piece, WaveformConfig, WaveformDecoder
         from tritone.networks.weights import Weights
 
         self._torch, self._piece = torch, Piece
-        torch.set_num_threads(placement.threads)
         folder = placement.checkpoint
         config = read_config(folder).get("code2wav_config")
         if not isinstance(config, dict):

@@ -25,8 +25,9 @@ import numpy as np
 from msgspec import Meta
 
 from tritone.engines.base import Delta, Placement, Values
-from tritone.engines.slot_engine import SlotEngine, SlotOptions, SlotSession, use_threads
+from tritone.engines.slot_engine import SlotEngine, SlotOptions, SlotSession
 from tritone.engines.text_engine import sampling_of
+from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import InvalidRequest, TritoneError
 from tritone.pipelines.qwen3_omni import check_speaker
 from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS, OmniConfig
@@ -99,7 +100,7 @@ class Talker(SlotEngine[_Session]):
     Options = TalkerOptions
 
     def __init__(self, placement: Placement, options: TalkerOptions) -> None:
-        torch = use_threads(placement)
+        torch = prepared_torch(placement)
         from tritone.engines import sampler
         from tritone.networks.decoder import Decoder, DecoderConfig
         from tritone.networks.weights import Weights

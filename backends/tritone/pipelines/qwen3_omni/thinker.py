@@ -24,8 +24,9 @@ import numpy as np
 from msgspec import Meta
 
 from tritone.engines.base import Delta, Placement, Value, Values
-from tritone.engines.slot_engine import SlotOptions, use_threads
+from tritone.engines.slot_engine import SlotOptions
 from tritone.engines.text_engine import TextEngine, TextSession
+from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import InvalidRequest, TritoneError
 from tritone.pipelines.qwen3_omni.attachments import Attachments, decode
 from tritone.pipelines.qwen3_omni.config import OmniConfig
@@ -79,7 +80,7 @@ class Thinker(TextEngine[_Session]):
     Options = ThinkerOptions
 
     def __init__(self, placement: Placement, options: ThinkerOptions) -> None:
-        torch = use_threads(placement)
+        torch = prepared_torch(placement)
         from tritone.pipelines.qwen3_omni.processor import load_processor
 
         processor = load_processor(placement.checkpoint)

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from tritone.checkpoint import read_config
 from tritone.engines.base import BatchEngine, Chunk, Placement, Values
+from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
 from tritone.ports import Array
 
@@ -66,14 +67,13 @@ class Code2Wav(BatchEngine):
     Options = Code2WavOptions
 
     def __init__(self, placement: Placement, options: Code2WavOptions) -> None:
-        import torch
+        torch = prepared_torch(placement)
         from safetensors.torch import load_file
 
         from tritone.networks.pulse_synthesis import Pitch, PulseSynthesis, SignalConfig
         from tritone.networks.spectral_decoder import Piece, SpectralConfig, SpectralDecoder
 
         self._torch, self._piece, self._pitch = torch, Piece, Pitch
-        torch.set_num_threads(placement.threads)
         self._device = torch.device(placement.device)
         config = read_config(placement.checkpoint)
         try:
@@ -217,7 +217,8 @@ class Code2Wav(BatchEngine):
             share.samples.append(samples)
 
     def _joined(self, samples: list[Tensor]) -> Array:
-        return self._torch.cat(samples).clamp_(-1, 1).cpu().numpy()
+        joined: Array = self._torch.cat(samples).clamp_(-1, 1).cpu().numpy()
+        return joined
 
     def _warm_up(self) -> None:
         """The first pass of a process allocates and plans transforms: let no listener wait for it."""
