@@ -107,7 +107,7 @@ class TestDocker:
         assert f"`TRITON_RELEASE` (default {release})" in (DOCKER / "README.md").read_text()
 
     def test_extras_exist(self) -> None:
-        [extras] = re.findall(r"'\.\[([\w,]+)\]'", self.text)
+        [extras] = re.findall(r"'\.\[([\w,-]+)\]'", self.text)
         assert set(extras.split(",")) <= set(EXTRAS)
 
     def test_compose(self) -> None:
