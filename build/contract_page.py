@@ -32,6 +32,9 @@ n-th part of a kind, `{"type": "image"}`, stands for the n-th element of that te
 (`audio_input`) are the one `{"type": "audio"}`. The model configuration publishes what a request may bring:
 `max_media_parts`, `max_image_bytes`, `max_image_pixels`, `max_audio_bytes`, `max_audio_s`, `max_video_bytes`,
 `max_video_s` (bytes: of one file as it is sent).
+
+A URL in place of a file is refused, unless the server's deploy.yaml allows its host (`urls:`); then the
+server fetches it, within the same limits and the deadline of the request.
 """
 DONE = """\
 ## The last response
@@ -45,9 +48,10 @@ DONE = """\
 - `seed`: repeats the answer.
 - `usage`: `prompt_tokens` and `completion_tokens` of the stage that writes the text, `codec_frames` of the
   speech, `audio_s`, and under `stages` all that each stage counts. What no stage counts is left out.
-- `timings`, with `return_timings`: `ttft_s`, `ttfp_s`, `total_s` on the server's clock and under `stages`
-  seconds by stage: `total_s` and `first_output_s` since the stage was opened; of a stage that is called a
-  chunk at a time `calls` and `calls_s`. Both hold waits for input and for other requests.
+- `timings`, with `return_timings`: `ttft_s`, `ttfp_s`, `total_s` on the server's clock, `idle_s` of it in
+  which no stage computed, and under `stages` seconds by stage: `total_s` and `first_output_s` since the stage
+  was opened; of a stage that is called a chunk at a time `calls` and `calls_s`. Both hold waits for input and
+  for other requests. `busy_s`: how long it computed, for other requests of the same batches too.
 """
 TAIL = """\
 ## Errors
@@ -62,7 +66,8 @@ Triton itself checks names, dtypes and shapes of tensors before Tritone sees the
 PARAMETER_DOCS = {
     "deadline_ms": "the answer ends then, with finish reason `deadline`",
     "seed": "the same seed gives the same answer; also in sampling_parameters",
-    "priority": "reserved",
+    "priority": "without effect: Triton keeps it to itself",
+    "queue_priority": "0 (default) to 100: among requests that wait for their turn, lower is sooner",
     "traceparent": "reserved",
     "initial_codec_chunk_frames": "codec frames of the first audio chunk",
     "codec_chunk_frames": "codec frames of every later one, as soon as growth allows",

@@ -14,6 +14,7 @@ import numpy as np
 from tritone import contract as c
 from tritone.audio import AudioEncoder, base64_s16, encode_audio, to_s16
 from tritone.busy import BusyTimes
+from tritone.errors import EngineLost
 from tritone.ports import Array
 from tritone.request import Request
 
@@ -45,6 +46,8 @@ class Answer:
         self._sounds: list[Array] = []  # float32, kept only for a whole answer
         self._first_s: dict[str, float] = {}
         self.finish_reasons: dict[str, str] = {}
+        self._said = ""  # text that was sent
+        self._again_text, self._again_samples = "", 0  # what is made again and was sent before
         self._unsent: list[bytes] = []  # encoded, of the streamed file
         self._makes_file = request.audio_format in FILE_FORMATS and "audio" in request.modalities
         streams_file = self._makes_file and request.stream
@@ -55,16 +58,43 @@ class Answer:
         return not self._first_s
 
     @property
+    def ahead_s(self) -> float:
+        """How much more sound was streamed than time has passed since its first packet."""
+        if not self._request.stream or "audio" not in self._first_s:
+            return 0.0
+        return self.audio_s - (time.monotonic() - self._began_s - self._first_s["audio"])
+
+    @property
     def audio_s(self) -> float:
         return self._offset / self._rate_hz if self._rate_hz else 0.0
 
+    def rewind(self) -> None:
+        """The stages begin again from the same seed: what they say is new only from where it was on."""
+        self._texts.clear()
+        self._text_tokens.clear()
+        self._sounds.clear()
+        if self._request.stream:
+            self._again_text, self._again_samples = self._said, self._offset
+        else:
+            self._offset = 0
+
     def text(self, delta: str, num_tokens: int = 0) -> None:
-        """A text delta: whole characters."""
+        """A text delta: whole characters.
+
+        Raises EngineLost when what is made again differs from what was sent.
+        """
+        known = self._again_text[: len(delta)]
+        if not delta.startswith(known):
+            raise EngineLost("the text came out differently after the engine's restart", "ask again")
+        self._again_text, delta = self._again_text[len(known) :], delta[len(known) :]
+        if known and not delta:
+            return
         self._first_s.setdefault("text", time.monotonic() - self._began_s)
         if not self._request.stream:
             self._texts.append(delta)
             self._text_tokens.append(num_tokens)
             return
+        self._said += delta
         tensors = {"text_output": c.TEXT_OUTPUT.pack(delta)}
         if self._request.return_num_output_tokens:
             tensors["num_output_tokens"] = c.NUM_OUTPUT_TOKENS.pack([num_tokens])
@@ -72,6 +102,9 @@ class Answer:
 
     async def audio(self, samples: Array) -> None:
         """Mono float32 [n] in [-1, 1], the next of the answer; one call at a time."""
+        known = min(len(samples), self._again_samples)
+        self._again_samples -= known
+        samples = samples[known:]
         if not len(samples):
             return
         self._first_s.setdefault("audio", time.monotonic() - self._began_s)

@@ -25,6 +25,7 @@ class ChunkFeed:
             chunks = dataclasses.replace(
                 chunks, initial_codec_chunk_frames=sys.maxsize, codec_chunk_frames=sys.maxsize
             )
+        self._max_ahead_s = chunks.max_ahead_s
         self._buffer = FrameBuffer(chunks)
         self._call = call
         self._answer = answer
@@ -56,3 +57,5 @@ class ChunkFeed:
             if chunk.last:
                 return
             first = False
+            if self._max_ahead_s and (too_early_s := self._answer.ahead_s - self._max_ahead_s) > 0:
+                await asyncio.sleep(too_early_s)  # frames are small; their sound would wait in the server

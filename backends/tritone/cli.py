@@ -1,4 +1,4 @@
-"""The commands of `tritone` that run a server: serve, render, check, doctor, models, backends.
+"""The commands of `tritone` that run a server: serve, reload, render, check, doctor, models, backends.
 
 Each gets `run`, a function of the parsed arguments that returns the exit status: 0, or 1 with one sentence
 on stderr.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,17 @@ from typing import Any
 from tritone import deploy as deploys
 from tritone import deploy_file, doctor, pbtxt, pipelines, repository
 from tritone import server as servers
+from tritone.asked import DRAIN_S, Asked, ServeOptions
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError, TritoneError
 from tritone.pipeline import Batching, Checkpoint
 from tritone.server import Interpreter, Listen
 
+CERTIFICATES = {
+    "root_certificates": "whom to trust when the server is asked how it is, where it uses TLS",
+    "private_key": "to ask a server with mutual TLS how it is",
+    "certificate_chain": "of that key",
+}
 DOOR_OF = {Batching.ENGINE: "tritone_engine", Batching.TRITON: "tritone_batch"}
 
 
@@ -51,10 +58,34 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--load-timeout-s", type=float, metavar="S", help="default: what deploy.yaml gives, and 30 s"
     )
+    parser.add_argument(
+        "--drain-s",
+        type=_seconds,
+        default=DRAIN_S,
+        metavar="S",
+        help=f"how long requests that run may go on when the end is asked for; default: {DRAIN_S:g}",
+    )
+    parser.add_argument(
+        "--open-admin",
+        action="store_true",
+        help="let everybody who reaches the server load models, set up tracing and logging",
+    )
+    for name, meaning in CERTIFICATES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="FILE.pem", help=meaning)
     parser.add_argument("--check", action="store_true", help="check everything, print it, and start nothing")
     _add_listen_arguments(parser)
+    _add_health_argument(parser)
     _keep_after_dashes(parser)
     _set_run(parser, _serve)
+
+    parser = commands.add_parser(
+        "reload",
+        help="have a running `tritone serve` follow a changed deploy.yaml",
+        description="Finish what a pipeline answers, and load it as its deploy.yaml says now; others go on.",
+    )
+    parser.add_argument("pipeline", nargs="?", default="", metavar="PIPELINE", help="default: every one")
+    parser.add_argument("--pid", type=int, metavar="N", help="of `tritone serve`, where several run")
+    _set_run(parser, _reload)
 
     parser = commands.add_parser("render", help="write the model repository from deploy files")
     parser.add_argument("target", **target)
@@ -79,6 +110,7 @@ def add_commands(commands: Any) -> None:
         help="also look at a folder that tritonserver is to be pointed at",
     )
     _add_listen_arguments(parser)
+    _add_health_argument(parser)
     _set_run(parser, _doctor)
 
     parser = commands.add_parser("models", help="list the pipelines")
@@ -100,11 +132,31 @@ def _add_listen_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default=default.host, metavar="IP", help=f"default: {default.host}; 0.0.0.0 opens it"
     )
-    for name, port in default.ports().items():
+    for name in ("http", "grpc", "metrics"):
+        port = default.ports()[name]
         option = f"--{name}-port"
         parser.add_argument(
             option, type=_port, default=port, metavar="N", help=f"default: {port}; 0 takes a free one"
         )
+
+
+def _add_health_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--health-port",
+        type=_port,
+        metavar="N",
+        help="tells the health of every stage; default: the one after --metrics-port, and like that 0",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
 
 
 def _port(text: str) -> int:
@@ -139,7 +191,10 @@ def _keep_after_dashes(parser: argparse.ArgumentParser) -> None:
 
 
 def _listen(args: argparse.Namespace) -> Listen:
-    return Listen(args.host, args.http_port, args.grpc_port, args.metrics_port)
+    health = getattr(args, "health_port", None)
+    if health is None:
+        health = 0 if args.metrics_port == 0 else args.metrics_port % 65535 + 1
+    return Listen(args.host, args.http_port, args.grpc_port, args.metrics_port, health)
 
 
 def _say(line: str) -> None:
@@ -153,7 +208,7 @@ def _say_if_heard(line: str) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from tritone.serve import Asked, ServeOptions, serve
+    from tritone.serve import serve
 
     overrides = list(args.overrides)
     if args.checkpoint:
@@ -170,12 +225,33 @@ def _serve(args: argparse.Namespace) -> int:
         run_folder=args.run_dir,
         log=args.log,
         load_timeout_s=args.load_timeout_s,
+        drain_s=args.drain_s,
+        open_admin=args.open_admin,
         check_only=args.check,
         extra=tuple(args.extra),
+        certificates=_certificates(args),
     )
     asked = Asked()
     asked.listen()
     return serve(options, _say_if_heard, asked)
+
+
+def _reload(args: argparse.Namespace) -> int:
+    from tritone.desk import ask_reload
+
+    _say(ask_reload(args.pipeline, args.pid))
+    return 0
+
+
+def _certificates(args: argparse.Namespace) -> dict[str, str]:
+    """The files with which `serve` gets through the TLS of its own server."""
+    given = {name: getattr(args, name) for name in CERTIFICATES if getattr(args, name)}
+    if servers.uses_tls(args.extra, mutual=True) and not {"private_key", "certificate_chain"} <= set(given):
+        raise ConfigError(
+            "the server is to ask its clients for certificates, and `tritone serve` is one of them",
+            "give it --private-key and --certificate-chain",
+        )
+    return given
 
 
 def _render(args: argparse.Namespace) -> int:

@@ -96,7 +96,8 @@ AUDIO_FORMATS = ("s16", "f32", "s16_base64", "wav", "flac", "opus")
 PARAMETERS = {
     "deadline_ms": int,
     "seed": int,
-    "priority": int,  # reserved
+    "priority": int,  # Triton's own, which it keeps to itself; without effect here
+    "queue_priority": int,  # 0 to 100: among those that wait for a turn, lower is sooner; default 0
     "traceparent": str,  # reserved
     "initial_codec_chunk_frames": int,
     "codec_chunk_frames": int,
@@ -110,9 +111,10 @@ FINISH_REASONS = {
     "length": "a limit was reached; of audio also: it speaks a text that was cut",
     "deadline": "the request's deadline passed",
     "repetition": "the model repeated itself and was stopped",
-    "cancelled": "it was told to stop",
+    "cancelled": "reserved: a part of an answer was told to stop",
 }
 """Why a modality ends, and what each word means."""
 
-CONTROL = Port("control", "STRING", (1,), "what the orchestrator asks of the stage, JSON (internal)")
+# No STRING: one with a broken length, from a stranger, would fail all requests of its batch inside Triton.
+CONTROL = Port("control", "UINT8", (-1,), "what the orchestrator asks of the stage, JSON text (internal)")
 REPLY = Port("reply", "STRING", (1,), "what the stage answers, JSON (internal)")

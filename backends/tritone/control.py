@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
 from typing import Any
 
 import msgspec
 
 from tritone.errors import InvalidRequest
+from tritone.ports import Array
 from tritone.wire import Route
 
 
@@ -36,24 +38,42 @@ class DropStream(msgspec.Struct, frozen=True, tag_field="op", tag="drop"):
     session: str
 
 
+class KeepStream(msgspec.Struct, frozen=True, tag_field="op", tag="keep"):
+    """Answered at once; keeps Triton from ending a sequence that waits for its listener."""
+
+
 class PingStage(msgspec.Struct, frozen=True, tag_field="op", tag="ping"):
     """Answered with the figures of every engine of the stage."""
 
 
-Control = OpenSession | RunChunk | DropStream | PingStage
-
-_decoder = msgspec.json.Decoder(Control)
-
-
-def encode(control: Control) -> bytes:
-    return msgspec.json.encode(control)
+Control = OpenSession | RunChunk | DropStream | KeepStream | PingStage
+KEEP_EVERY_S = 10.0  # a sequence without a call for this long gets a KeepStream
+ASK_THE_PIPELINE = "call the pipeline model instead"
 
 
-def decode(text: str) -> Any:
-    """Raises InvalidRequest: stage models are internal, so a stranger has called."""
+class _Letter(msgspec.Struct, frozen=True):
+    """What the `control` input holds."""
+
+    key: str  # of the server, see server_key
+    call: Control
+
+
+_decoder = msgspec.json.Decoder(_Letter)
+
+
+def encode(control: Control, key: str = "") -> bytes:
+    return msgspec.json.encode(_Letter(key, control))
+
+
+def decode(data: bytes | Array, key: str = "") -> Any:
+    """The call in a `control` input, uint8 [n].
+
+    Raises InvalidRequest without the right key: a stranger has called.
+    """
     try:
-        return _decoder.decode(text)
-    except msgspec.MsgspecError as error:
-        raise InvalidRequest(
-            f"control is not a call that stages know ({error})", "call the pipeline model"
-        ) from None
+        letter = _decoder.decode(bytes(data))
+    except msgspec.MsgspecError:
+        raise InvalidRequest("control is not a call that stages know", ASK_THE_PIPELINE) from None
+    if not hmac.compare_digest(letter.key.encode(), key.encode()):
+        raise InvalidRequest("stage models are internal to their server", ASK_THE_PIPELINE)
+    return letter.call

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,11 @@ from tritone.errors import ConfigError, InvalidRequest, suggestion
 from tritone.pipeline import Checkpoint, Pipeline, Stage
 from tritone.sampling import Sampling
 
+HOST = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
+"""A name of a host in lower case. Its last label begins with a letter, as no number does in any notation."""
 MAX_CHUNK_GROWTH = 4096
 MODES = ("async_chunk", "sync")
-RENDER_VERSION = 1  # part of the digest: raise it when the rendering of pbtxt changes
+RENDER_VERSION = 2  # part of the digest: raise it when the rendering of pbtxt changes
 
 T = TypeVar("T")
 
@@ -37,6 +40,7 @@ class Chunks:
     initial_codec_chunk_frames: int = 4  # the first chunk of an answer: small, for an early first packet
     codec_chunk_frames: int = 25  # every later one, as soon as growth allows
     codec_chunk_growth: float = 0  # at most so many times the size before; 0: full size from the second on
+    max_ahead_s: float = 60.0  # how far streamed sound may be ahead of its listener; 0: as far as it gets
 
 
 def is_chunk_growth(value: float) -> bool:
@@ -56,6 +60,18 @@ class Limits:
     video_bytes: int = 256 << 20  # of one encoded video file, as it is sent
     video_s: float = 300.0  # of one video
     media_parts: int = 16  # images, audios and videos together
+
+
+@dataclass(frozen=True)
+class Urls:
+    """Which media a request may name by URL, in place of the file itself; see fetch.py."""
+
+    allow: tuple[str, ...] = ()  # hosts, or *.domain for all below one; none: URLs are refused
+    ports: tuple[int, ...] = (80, 443)
+    max_bytes: int = 64 << 20  # of one file; what `limits` gives its kind holds as well
+    timeout_s: float = 10.0  # of one file, from the first look-up to the last byte
+    per_request: int = 4
+    at_once: int = 8  # of all requests of one orchestrator together
 
 
 @dataclass(frozen=True)
@@ -99,13 +115,17 @@ class Deploy:
     checkpoint: Path  # laid out as pipeline.checkpoint says
     stages: Mapping[str, StageDeploy]
     digest: str  # of the effective file; pbtxt files carry it
-    max_in_flight: int = 32  # requests of one orchestrator; more are refused UNAVAILABLE
+    max_in_flight: int = 32  # requests of one orchestrator that run at a time
+    max_queued: int = 0  # others that wait for their turn, by priority; more are refused UNAVAILABLE
     bls_threads: int = 24  # BLS calls at once; must stay below the server's thread pool (32 by default)
     deadline_s: float = 300.0  # of a request that names none
     stall_s: float = 30.0  # a request to which no stage gives anything for this long has its stages pinged
+    stall_limit_s: float = 120.0  # … and for this long is ended
+    resumes: int = 0  # times that a request whose engine died begins again, unheard up to where it was
     chunks: Chunks = field(default_factory=Chunks)
     limits: Limits = field(default_factory=Limits)
     connector: ConnectorLimits = field(default_factory=ConnectorLimits)
+    urls: Urls = field(default_factory=Urls)
     mode: str = MODES[0]  # sync: each stage waits for all that the stages before it give; for debugging
     source: Mapping[str, Any] = field(default_factory=dict)  # the effective mapping, for rendering
 
@@ -210,13 +230,21 @@ class _Top:
     """The plain numbers at the head of a deploy file."""
 
     max_in_flight: int = Deploy.max_in_flight
+    max_queued: int = Deploy.max_queued
     bls_threads: int = Deploy.bls_threads
     deadline_s: float = Deploy.deadline_s
     stall_s: float = Deploy.stall_s
+    stall_limit_s: float = Deploy.stall_limit_s
+    resumes: int = Deploy.resumes
     mode: str = Deploy.mode
 
 
-_BLOCKS: dict[str, type[Any]] = {"chunks": Chunks, "limits": Limits, "connector": ConnectorLimits}
+_BLOCKS: dict[str, type[Any]] = {
+    "chunks": Chunks,
+    "limits": Limits,
+    "connector": ConnectorLimits,
+    "urls": Urls,
+}
 
 
 def _stage(pipeline: Pipeline, stage: Stage, block: Mapping[str, Any], where: str) -> StageDeploy:
@@ -291,7 +319,11 @@ def _check(deploy: Deploy, where: str) -> None:
     at_least("max_in_flight", deploy.max_in_flight, 1)
     at_least("bls_threads", deploy.bls_threads, 1)
     at_least("deadline_s", deploy.deadline_s, 0.001)
+    at_least("max_queued", deploy.max_queued, 0)
+    at_least("resumes", deploy.resumes, 0)
     at_least("stall_s", deploy.stall_s, 0.1)
+    at_least("stall_limit_s", deploy.stall_limit_s, deploy.stall_s)
+    at_least("chunks.max_ahead_s", deploy.chunks.max_ahead_s, 0)
     if deploy.mode not in MODES:
         raise ConfigError(f"{where}: mode is '{deploy.mode}'", f"give {' or '.join(MODES)}")
     at_least("connector.window_bytes", deploy.connector.window_bytes, 1)
@@ -308,6 +340,14 @@ def _check(deploy: Deploy, where: str) -> None:
         at_least(f"limits.{limit}", getattr(deploy.limits, limit), 1)
     for limit in ("audio_s", "video_s"):
         at_least(f"limits.{limit}", getattr(deploy.limits, limit), 0.1)
+    for limit in ("max_bytes", "per_request", "at_once"):
+        at_least(f"urls.{limit}", getattr(deploy.urls, limit), 1)
+    at_least("urls.timeout_s", deploy.urls.timeout_s, 0.1)
+    for pattern in deploy.urls.allow:
+        if not HOST.fullmatch(pattern.removeprefix("*.")):
+            raise ConfigError(
+                f"{where}: urls.allow has '{pattern}'", "give names of hosts in lower case, or *.domain"
+            )
     for name, stage in deploy.stages.items():
         at_least(f"stages.{name}.lease_s", stage.lease_s, 0.1)
         at_least(f"stages.{name}.call_timeout_s", stage.call_timeout_s, 0.1)

@@ -19,6 +19,7 @@ import tritone
 from tritone import deploy as deploys
 from tritone import repository
 from tritone import server as servers
+from tritone.admin import is_loopback
 from tritone.checkpoint import checkpoint_dir, released_bytes
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError
@@ -203,7 +204,11 @@ def check_ports(listen: Listen) -> list[Finding]:
     twice = sorted({port for port in given.values() if list(given.values()).count(port) > 1})
     if twice:
         return [
-            problem("ports", f"port {twice[0]} is given twice", "give each of http, grpc and metrics its own")
+            problem(
+                "ports",
+                f"port {twice[0]} is given twice",
+                "give each of http, grpc, metrics and health its own",
+            )
         ]
     taken = [refusal for name, port in given.items() if (refusal := _refusal(listen.host, name, port))]
     if taken:
@@ -224,6 +229,20 @@ def _refusal(host: str, name: str, port: int) -> Finding | None:
             "ports", f"cannot listen on {host}, {name} port {port}: {reason}", "give another --host or port"
         )
     return None
+
+
+def check_exposure(listen: Listen, extra: Sequence[str] = ()) -> Finding:
+    """extra: the user's own options for the server, where TLS may be asked for."""
+    host = listen.host
+    if is_loopback(host):
+        return ok("exposure", f"only this machine reaches {host}")
+    if servers.uses_tls(extra):
+        return ok("exposure", f"{host}: gRPC with TLS; HTTP and metrics are clear text")
+    return warning(
+        "exposure",
+        f"whoever reaches {host} may ask every pipeline, in clear text",
+        "give TLS options after `--`, or keep 127.0.0.1 behind a proxy; see SECURITY.md",
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -254,6 +273,12 @@ def check_checkpoint(deploy: Deploy) -> list[Finding]:
         except ConfigError as error:
             findings.setdefault(str(error), from_error("checkpoint", error))
     return list(findings.values()) or [ok("checkpoint", f"{deploy.pipeline.name} in {deploy.checkpoint}")]
+
+
+def check_urls(deploy: Deploy) -> list[Finding]:
+    """One finding where requests may name media by URL."""
+    hosts = ", ".join(deploy.urls.allow)
+    return [ok("urls", f"{deploy.pipeline.name} fetches media from {hosts}")] if hosts else []
 
 
 def check_threads(deploy: Deploy, extra: Sequence[str] = ()) -> Finding:
@@ -294,7 +319,7 @@ def check_repository(folder: Path) -> list[Finding]:
         )
         for name in repository.strangers(deploy, folder)
     ]
-    return [*findings, check_threads(deploy), *check_checkpoint(deploy)]
+    return [*findings, check_threads(deploy), *check_urls(deploy), *check_checkpoint(deploy)]
 
 
 def _models(deploy: Deploy) -> list[str]:
@@ -391,8 +416,10 @@ def for_pipelines(
     yield check_shm(shutil.disk_usage(SHM).free, sum(num_instances(deploy) for deploy in pipelines))
     yield check_memory(available_memory(), sum(needed_memory(deploy) for deploy in pipelines))
     yield from check_ports(listen)
+    yield check_exposure(listen, extra)
     for deploy in pipelines:
         yield check_threads(deploy, extra)
+        yield from check_urls(deploy)
         yield from check_checkpoint(deploy)
     if any(stage.device == "gpu" for deploy in pipelines for stage in deploy.stages.values()):
         yield check_torch(package_version("torch"), torch_cuda(), num_gpus(), needs_gpu=True)

@@ -1,7 +1,8 @@
 """A door's side of one engine process: start it when it is absent, call it, restart it when it dies.
 
 Any door of a colocated group may start the process; the one that binds the address first wins, the others
-join. An engine process that dies fails its calls at once and is started again with back-off.
+join. An engine process that dies fails its calls at once and is started again with back-off. One that hangs
+is ended by the door that started it: when a loop of it has not turned, or it has not answered, for too long.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from tritone import wire
 from tritone.engine_process import EngineEnded, EngineProcess, EngineSpec
+from tritone.engines.loops import IDLE_WAIT_S
 from tritone.errors import ConfigError, EngineLost, TritoneError, Unavailable, from_code
 
 log = logging.getLogger("tritone.door")
@@ -25,19 +27,35 @@ CONNECT_RETRY_S = 0.05
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0, 15.0, 30.0)
 STABLE_S = 60.0  # a process that lived this long starts the back-off anew
 FIRST_TRIES = 3  # ends before the very first Ready until the load counts as failed
+BEAT_EVERY_S = 1.0  # how often an engine is asked when its loops last turned
+BEAT_TIMEOUT_S = 1.0  # for the answer
+MIN_TURN_LIMIT_S = 3 * IDLE_WAIT_S  # a loop that has nothing to do turns that seldom
+LATE_BEATS = 2  # in a row until it counts as hung: one alone may follow a pause of the whole machine
 
 
 class EngineLink:
     """The connection of one door to one engine process. Thread-safe.
 
     stage: for messages. spec: how to start the process; None joins one that another door starts.
+    turn_limit_s: how long one turn of a loop in the process may take; None: as long as a call.
     """
 
-    def __init__(self, stage: str, address: str, spec: EngineSpec | None, call_timeout_s: float) -> None:
+    def __init__(
+        self,
+        stage: str,
+        address: str,
+        spec: EngineSpec | None,
+        call_timeout_s: float,
+        turn_limit_s: float | None = None,
+    ) -> None:
         self.address = address
         self.process = EngineProcess(spec) if spec is not None else None
         self._stage = stage
         self._call_timeout_s = call_timeout_s
+        self._turn_limit_s = max(turn_limit_s or call_timeout_s, MIN_TURN_LIMIT_S)
+        self._late_beats = 0  # in a row
+        self._heard_s = 0.0  # when a beat was last asked for with success
+        self._beat: Future[Any] | None = None  # of the process that was asked last
         self._calls: dict[int, tuple[Future[Any], float]] = {}  # by number: future and monotonic deadline
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -73,8 +91,8 @@ class EngineLink:
                     "raise load_timeout_s in deploy.yaml",
                 )
 
-    def call(self, make: Callable[[int], wire.AnyMessage]) -> Future[Any]:
-        """Send the message that `make` builds around a call number.
+    def call(self, make: Callable[[int], wire.AnyMessage], timeout_s: float | None = None) -> Future[Any]:
+        """Send the message that `make` builds around a call number. timeout_s: None: of every call.
 
         The future gives the answer message, or fails with the TritoneError that the engine or its loss means.
         """
@@ -86,7 +104,7 @@ class EngineLink:
             return future
         message = make(number)
         with self._lock:
-            self._calls[number] = (future, time.monotonic() + self._call_timeout_s)
+            self._calls[number] = (future, time.monotonic() + (timeout_s or self._call_timeout_s))
         try:
             channel.send(message)
         except wire.Disconnected:
@@ -195,9 +213,16 @@ class EngineLink:
         return EngineLost(what, f"try again in about {left_s:.0f} s")
 
     def _watch_deadlines(self) -> None:
-        """A thread: calls that are not answered in time fail; a load that takes too long is started again."""
+        """A thread: calls that are not answered in time fail; a load that takes too long is started again.
+
+        So is an engine that hangs.
+        """
+        next_beat_s = 0.0
         while not self._closing.wait(0.25):
             now = time.monotonic()
+            if now > next_beat_s and self.process is not None and self.process.runs:
+                next_beat_s = now + BEAT_EVERY_S
+                self._check_beat()
             for number, (_, deadline) in self._calls.copy().items():
                 if now > deadline:
                     what = (
@@ -209,3 +234,31 @@ class EngineLink:
                 if now - self._began_s > limit_s and self.process.pid is not None:
                     log.error("stage %s: its engine did not load within %g s", self._stage, limit_s)
                     self.process.end()
+
+    def _check_beat(self) -> None:
+        """Look at the last beat, end the process if it hangs, and ask for the next."""
+        if self._beat is not None and not self._beat.done():
+            return  # the deadline of the call bounds this
+        fault = self._hang(self._beat)
+        self._late_beats = self._late_beats + 1 if fault else 0
+        self._beat = self.call(wire.Ping, BEAT_TIMEOUT_S) if self._ready.is_set() else None
+        if fault and self._late_beats >= LATE_BEATS:
+            self._late_beats, self._beat = 0, None
+            log.error("stage %s: %s; ending its engine", self._stage, fault)
+            assert self.process is not None
+            self.process.kill()
+
+    def _hang(self, beat: Future[Any] | None) -> str | None:
+        """What an answer to a ping, or its absence, says against the engine; None: nothing."""
+        error = beat.exception() if beat is not None else None
+        if beat is None or isinstance(error, EngineLost):
+            self._heard_s = time.monotonic()
+            return None  # the keeper knows of a process that is gone
+        if error is not None:
+            silent_s = time.monotonic() - self._heard_s
+            return f"it has not answered for {silent_s:.0f} s" if silent_s > self._turn_limit_s else None
+        self._heard_s = time.monotonic()
+        for model, stats in beat.result().stats.items():
+            if stats["beat_age_s"] > self._turn_limit_s:
+                return f"the loop of {model} has not turned for {stats['beat_age_s']:.0f} s"
+        return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tritone
+from tritone import allocator
 from tritone.engines.host import ADDRESS_TAKEN_STATUS
 
 END_TIMEOUT_S = 3.0  # from the end of the life line to SIGKILL
@@ -49,6 +50,7 @@ class EngineSpec:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(self.threads)
         env["TOKENIZERS_PARALLELISM"] = "false"
         env["HF_HUB_OFFLINE"] = "1"
+        allocator.for_engine(env)
         # The packaged server's own libraries must not replace those of the engine's interpreter.
         paths = env.get("LD_LIBRARY_PATH", "").split(":")
         env["LD_LIBRARY_PATH"] = ":".join(p for p in paths if p and not p.endswith("nvidia_pytriton.libs"))
@@ -86,6 +88,11 @@ class EngineProcess:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
+    @property
+    def runs(self) -> bool:
+        process = self._process
+        return process is not None and process.poll() is None
+
     def start(self) -> None:
         """Raises OSError when it cannot be started."""
         self.end()
@@ -114,6 +121,13 @@ class EngineProcess:
         if status != ADDRESS_TAKEN_STATUS:
             raise EngineEnded(f"the engine process ended with status {status}")
         return False
+
+    def kill(self) -> None:
+        """By SIGKILL, at once: one that hangs may not heed its life line."""
+        process = self._process
+        if process is not None:
+            process.kill()
+        self.end()
 
     def end(self) -> None:
         """End it: by the life line, after END_TIMEOUT_S by SIGKILL."""

@@ -25,6 +25,7 @@ class TritoneError(Exception):
 
     code = "INTERNAL"  # the word after TRITONE_ in the message
     triton_code = "INTERNAL"  # name of the constant on pb_utils.TritonError
+    public_code = ""  # the same word for a client, where stages tell kinds apart that a client need not
 
     def __init__(self, what: str, cure: str = "") -> None:
         super().__init__(what)
@@ -34,7 +35,12 @@ class TritoneError(Exception):
     @property
     def message(self) -> str:
         """The line a client reads."""
-        return f"TRITONE_{self.code}: {self.what}" + (f"; {self.cure}" if self.cure else "")
+        return f"TRITONE_{self.public_code or self.code}: {self}"
+
+    @property
+    def internal_message(self) -> str:
+        """The line that a stage gives its orchestrator."""
+        return f"TRITONE_{self.code}: {self}"
 
     def __str__(self) -> str:
         return self.what + (f"; {self.cure}" if self.cure else "")
@@ -59,6 +65,8 @@ class Unavailable(TritoneError):
 class EngineLost(Unavailable):
     """The engine process died; it is being restarted in place."""
 
+    code, public_code = "ENGINE_LOST", "UNAVAILABLE"
+
 
 class DeadlineExceeded(TritoneError):
     code = "DEADLINE_EXCEEDED"
@@ -81,6 +89,7 @@ _BY_CODE: dict[str, type[TritoneError]] = {
         NotFound,
         Unsupported,
         Unavailable,
+        EngineLost,
         DeadlineExceeded,
         Cancelled,
     )

@@ -58,8 +58,20 @@ class Run:
         return found
 
 
-def end(run: Run, patience: Callable[[], bool] = lambda: True) -> bool:
-    """End everything of `run` in order; True when nothing had to be killed.
+@dataclass(frozen=True)
+class Ended:
+    """What it took to end a run."""
+
+    orderly: bool  # the server ended in its grace, and the rest after it
+    killed: int  # processes that were killed
+    regions: int  # of shared memory, that were removed
+
+    def __str__(self) -> str:
+        return f"{self.killed} processes killed, {self.regions} shared-memory regions removed"
+
+
+def end(run: Run, patience: Callable[[], bool] = lambda: True) -> Ended:
+    """End everything of `run` in order.
 
     patience: asked while waiting; False cuts the grace short.
     """
@@ -72,16 +84,18 @@ def end(run: Run, patience: Callable[[], bool] = lambda: True) -> bool:
         _send(pid, signal.SIGKILL)
     if left:
         _wait(lambda: not run.processes(), KILL_WAIT_S, lambda: True)
-    remove_shm(run.shm_prefix)
+    regions = remove_shm(run.shm_prefix)
     if run.folder:
         shutil.rmtree(run.folder, ignore_errors=True)
-    return orderly and not left
+    return Ended(orderly and not left, len(left), regions)
 
 
-def remove_shm(prefix: str) -> None:
-    """Remove the shared-memory regions whose names begin with `prefix`."""
-    for region in SHM.glob(f"{prefix}*"):
+def remove_shm(prefix: str) -> int:
+    """Remove the shared-memory regions whose names begin with `prefix`; gives back how many."""
+    regions = list(SHM.glob(f"{prefix}*"))
+    for region in regions:
         region.unlink(missing_ok=True)
+    return len(regions)
 
 
 def _send(pid: int, number: signal.Signals) -> None:

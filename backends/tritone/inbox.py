@@ -11,7 +11,8 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Container, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tritone import wire
 log = logging.getLogger("tritone.inbox")
 
 MESSAGES_A_TURN = 64  # of one engine; then others, and deadlines, have theirs
+DRAIN_POLL_S = 0.05
 
 
 def address(server: str, model: str, pid: int) -> str:
@@ -27,23 +29,43 @@ def address(server: str, model: str, pid: int) -> str:
     return f"tritone/{server}/inbox/{model}/{pid}"
 
 
-def drain_all(server_pid: int, timeout_s: float) -> None:
-    """Have every orchestrator of a tritonserver end its requests; returns when they have.
+def drain_all(
+    server_pid: int,
+    timeout_s: float,
+    order: wire.Drain | None = None,
+    models: Container[str] | None = None,
+    patience: Callable[[], bool] = lambda: True,
+) -> bool:
+    """Have the orchestrators of a tritonserver end their requests; whether all of them have, in time.
 
     A server that is told to end accepts no more calls between its models, so what a stream holds in a stage
-    must be freed before. timeout_s: of each orchestrator.
+    must be freed before. timeout_s: of all together, on top of the grace of the order. models: the pipeline
+    models that are meant, None: all. patience: asked while waiting; False ends the wait.
     """
-    names = [
-        line.rpartition("@")[2] for line in Path("/proc/net/unix").read_text().splitlines() if "@" in line
-    ]
-    for name in {name for name in names if name.startswith(f"tritone/{server_pid}-") and "/inbox/" in name}:
-        with contextlib.suppress(wire.Disconnected):
-            channel = wire.connect(name)
-            channel.send(wire.Drain())
-            waiter = threading.Thread(target=_until_hung_up, args=(channel,), daemon=True)
-            waiter.start()
-            waiter.join(timeout_s)
-            channel.close()
+    order = order or wire.Drain()
+    channels = []
+    for name in sorted(listening(f"tritone/{server_pid}-")):
+        _, _, model = name.partition("/inbox/")
+        if model and (models is None or model.rpartition("/")[0] in models):
+            with contextlib.suppress(wire.Disconnected):
+                channels.append(wire.connect(name))
+                channels[-1].send(order)
+    waiters = [threading.Thread(target=_until_hung_up, args=(channel,), daemon=True) for channel in channels]
+    for waiter in waiters:
+        waiter.start()
+    deadline = time.monotonic() + order.grace_s + timeout_s
+    while any(waiter.is_alive() for waiter in waiters) and time.monotonic() < deadline and patience():
+        time.sleep(DRAIN_POLL_S)
+    drained = not any(waiter.is_alive() for waiter in waiters)
+    for channel in channels:
+        channel.close()
+    return drained
+
+
+def listening(prefix: str) -> set[str]:
+    """The abstract sockets of this machine whose names begin with `prefix`."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return {name for line in lines if (name := line.rpartition("@")[2]).startswith(prefix)}
 
 
 def _until_hung_up(channel: wire.Channel) -> None:
@@ -60,10 +82,10 @@ class Inbox:
         address: str,
         deliver: Callable[[Any], None],
         engine_lost: Callable[[str], None],
-        drain: Callable[[], Coroutine[Any, Any, None]],
+        drain: Callable[[float, str], Coroutine[Any, Any, None]],
     ) -> None:
         """deliver: called with every Piece, Finished, Failed; engine_lost: with a lost engine's address;
-        drain: when somebody asks for the end of all requests."""
+        drain: when somebody asks for the end of all requests, with the grace in seconds and the reason."""
         self.address = address
         self._deliver = deliver
         self._engine_lost = engine_lost
@@ -114,8 +136,8 @@ class Inbox:
                 match message:
                     case wire.Hello(address):
                         self._channels[channel] = address
-                    case wire.Drain():
-                        ending = self._loop.create_task(self._drain())
+                    case wire.Drain(grace_s, why):
+                        ending = self._loop.create_task(self._drain(grace_s, why))
                         ending.add_done_callback(lambda _: self._drop(channel))
                     case _:
                         self._deliver(message)

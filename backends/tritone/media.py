@@ -8,6 +8,7 @@ import re
 
 _DATA_URI = re.compile(rb"\s*data:[^,]{0,200};base64,")
 _BASE64_HEAD = re.compile(rb"[A-Za-z0-9+/\s]{8,}={0,2}\s*")
+_URL = re.compile(rb"[ \t\r\n]{0,64}(?:file:|[a-z][a-z0-9+.-]{0,30}://)", re.IGNORECASE)
 
 
 def unwrapped(data: bytes) -> bytes:
@@ -24,3 +25,8 @@ def unwrapped(data: bytes) -> bytes:
         return base64.b64decode(text.translate(None, b" \t\r\n"), validate=True)
     except binascii.Error:
         return data
+
+
+def is_url(data: bytes) -> bool:
+    """Whether a caller sent the place of a file; no file of a known kind begins like that."""
+    return _URL.match(data) is not None

@@ -21,6 +21,7 @@ from typing import Any
 
 from tritone import contract as c
 from tritone import wire
+from tritone.admission import Admission
 from tritone.answer import Answer
 from tritone.bls import Stages
 from tritone.chunk_feed import ChunkFeed
@@ -36,6 +37,8 @@ from tritone.errors import (
     from_code,
     suggestion,
 )
+from tritone.fault_log import described
+from tritone.fetch import Fetcher
 from tritone.inbox import Inbox
 from tritone.pipeline import Batching, Facts, Stage
 from tritone.ports import Array, by_name
@@ -46,18 +49,20 @@ from tritone.stream import FrameChunk
 from tritone.triton import Reply, log_error, log_info
 
 CANCEL_POLL_S = 0.05
+READY_POLL_S = 0.1
 CLEANUP_TIMEOUT_S = 5.0
-PING_TIMEOUT_S = 5.0
-STOPPING = Unavailable("the server is shutting down", "ask again when it is back")
+PING_TIMEOUT_S = 2.5  # below what those who ping allow, so that they hear which stage it is
 
 
 class Orchestrator:
     """Runs the requests of one pipeline model on an event loop of its own."""
 
-    def __init__(self, deploy: Deploy, facts: Facts, name: str, address: str, may_stream: bool) -> None:
+    def __init__(
+        self, deploy: Deploy, facts: Facts, name: str, address: str, may_stream: bool, key: str = ""
+    ) -> None:
         """name: unique in this server; begins every session id. address: of the inbox, see inbox.address.
 
-        may_stream: the model is decoupled; its twin gives one response.
+        may_stream: the model is decoupled; its twin gives one response. key: see server_key.
         """
         self._deploy = deploy
         self._pipeline = deploy.pipeline
@@ -66,15 +71,17 @@ class Orchestrator:
         self._address = address
         self._may_stream = may_stream
         self._counter = itertools.count(1)
-        self._sequence_base = secrets.randbits(31) << 32
+        self._sequence_base = secrets.randbits(62)  # nobody else can name a live sequence
         self._sessions: dict[str, Session] = {}
         self._tasks: dict[Reply, asyncio.Task[None]] = {}
         self._models = {stage.name: deploy.stage(stage.name).model for stage in self._pipeline.stages}
         self._stage_names = {model: name for name, model in self._models.items()}
+        self._admission = Admission(deploy.max_in_flight, deploy.max_queued)
         self._lost_s: dict[str, float] = {}  # by engine address: loop time at which it was lost
         self._background: set[asyncio.Task[None]] = set()
-        self._draining = False
-        self._stages = Stages(deploy.bls_threads)
+        self._draining: Unavailable | None = None  # what new requests are told
+        self._stages = Stages(deploy.bls_threads, key)
+        self._fetcher = Fetcher(deploy)
         self._encoders = ThreadPoolExecutor(1, "encode")
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Event()
@@ -97,6 +104,7 @@ class Orchestrator:
         self._thread.join(timeout=CLEANUP_TIMEOUT_S)
         self._stages.close()
         self._encoders.shutdown(wait=False)
+        self._fetcher.close()
 
     # -- one request -----------------------------------------------------------------------------------------
 
@@ -108,7 +116,7 @@ class Orchestrator:
     def _note_gone(self, reply: Reply, task: asyncio.Task[None]) -> None:
         self._tasks.pop(reply, None)
         if task.cancelled():  # before its first step, so that `_guard` could not say it
-            self._fail(reply, STOPPING if self._draining else Cancelled("the request was cancelled"))
+            self._fail(reply, self._draining or Cancelled("the request was cancelled"))
 
     async def _guard(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> None:
         """Whatever happens inside, the client gets exactly one end."""
@@ -120,9 +128,9 @@ class Orchestrator:
         except TritoneError as error:
             self._fail(reply, error)
         except asyncio.CancelledError:
-            self._fail(reply, STOPPING if self._draining else Cancelled("the request was cancelled"))
+            self._fail(reply, self._draining or Cancelled("the request was cancelled"))
         except Exception as error:
-            log_error(f"{self._name}: {error!r}")
+            log_error(f"{self._name}: {described(error)}")
             self._fail(
                 reply, TritoneError(f"the pipeline failed: {error}", "report this with the server log")
             )
@@ -131,24 +139,19 @@ class Orchestrator:
         try:
             reply.fail(error)
         except Exception as failure:
-            log_error(f"{self._name}: cannot tell a client that {error}: {failure!r}")
+            log_error(f"{self._name}: cannot tell a client {error.code}: {described(failure)}")
 
     def _admit(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> Session:
         if self._draining:
-            raise STOPPING
-        if len(self._sessions) >= self._deploy.max_in_flight:
-            raise Unavailable(
-                f"max_in_flight is {self._deploy.max_in_flight} and as many requests are in flight",
-                "try again later",
-            )
+            raise self._draining
         drawn_seed = secrets.randbelow(MAX_DRAWN_SEED)
         request = read_request(values, parameters, self._deploy, drawn_seed, reply.wants, self._may_stream)
         check_supported(request, self._pipeline)
         plan = self._pipeline.plan(request)
-        number = next(self._counter)
+        id_, sequence = self._next_id()
         session = Session(
-            id=f"{self._name}-{number}",
-            sequence=self._sequence_base + number,
+            id=id_,
+            sequence=sequence,
             request=request,
             plan=plan,
             routing=Routing(self._pipeline, plan, request.modalities),
@@ -160,9 +163,9 @@ class Orchestrator:
     async def _serve(self, session: Session) -> None:
         deadline_s, complete = session.request.deadline_s, False
         try:
-            async with asyncio.timeout(deadline_s):
-                await self._open(session)
-                await self._run(session)
+            async with asyncio.timeout(deadline_s), self._admission.turn(session.request.priority):
+                session.request, session.plan = await self._fetcher.filled(session.request, session.plan)
+                await self._work(session)
                 complete = True
         except TimeoutError:
             if session.answer.is_empty:
@@ -171,8 +174,34 @@ class Orchestrator:
                     "raise deadline_ms or try again later",
                 ) from None
         finally:
-            self._close(session)
+            self._release(session)
         await self._finish(session, complete)
+
+    async def _work(self, session: Session) -> None:
+        """Open the stages and take what they make; again from the start if one dies and deploy says so."""
+        resumes_left, opened = self._deploy.resumes, False
+        while True:
+            try:
+                await self._open(session)
+                opened = True
+                await self._run(session)
+                return
+            except EngineLost as lost:
+                if not self._deploy.resumes or (opened and not resumes_left):
+                    raise
+                resumes_left, opened = resumes_left - opened, False
+                log_info(f"{self._name}: {session.id} begins again: {lost.what}")
+                await self._begin_again(session)
+
+    async def _begin_again(self, session: Session) -> None:
+        """Give a session a new name in every stage, once all that it needs serve; its deadline bounds it."""
+        self._release(session)
+        session.begin_again(*self._next_id())
+        self._sessions[session.id] = session
+        states = None
+        while states is None or any("error" in states[name] for name in session.plan):
+            await asyncio.sleep(READY_POLL_S)  # also the first time: a door may be the last to notice
+            states = await self.ping()
 
     async def _open(self, session: Session) -> None:
         """Open the stages that batch by themselves, consumers first, so that nothing arrives unannounced."""
@@ -229,6 +258,7 @@ class Orchestrator:
     async def _mail(self, session: Session) -> AsyncIterator[Any]:
         """What the stages send, until each has finished. Raises what a stage failed with."""
         waiting = set(session.endpoints)
+        heard_s = self._loop.time()
         while waiting:
             try:
                 # Not wait_for: in Python 3.11 that may swallow the cancellation that a deadline is.
@@ -236,7 +266,10 @@ class Orchestrator:
                     message = await session.mail.get()
             except TimeoutError:
                 await self._check_stages(waiting)
+                if self._loop.time() - heard_s > self._deploy.stall_limit_s:
+                    raise self._stalled(waiting) from None
                 continue
+            heard_s = self._loop.time()
             if isinstance(message, wire.Failed):
                 raise from_code(message.code, message.what, message.cure)
             if isinstance(message, wire.Finished):
@@ -249,6 +282,10 @@ class Orchestrator:
         for name in sorted(names):
             if "error" in states[name]:
                 raise Unavailable(f"stage {name} gives nothing: {states[name]['error']}", "try again")
+
+    def _stalled(self, names: set[str]) -> Unavailable:
+        limit_s = self._deploy.stall_limit_s
+        return Unavailable(f"stage {', '.join(sorted(names))} gave nothing for {limit_s:g} s", "try again")
 
     def _take(self, session: Session, piece: wire.Piece, feeds: Mapping[str, ChunkFeed]) -> None:
         name = self._stage_names[piece.source]
@@ -300,28 +337,33 @@ class Orchestrator:
         writer = self._writer(session)
         return writer in self._pipeline.upstream(speaker) and session.finished.get(writer) == "length"
 
-    def _close(self, session: Session) -> None:
+    def _next_id(self) -> tuple[str, int]:
+        """A session id and a sequence number that were never used."""
+        number = next(self._counter)
+        return f"{self._name}-{number}", self._sequence_base + number
+
+    def _release(self, session: Session) -> None:
         """Free everything the session holds, in every stage; the only way a session ends."""
         del self._sessions[session.id]
         for name, address in session.endpoints.items():
             if name not in session.finished:
                 self._inbox.tell(address, wire.Cancel(session.id))
         for name, call in session.chunk_calls.items():
-            self._in_background(self._end_sequence(session, name, call))
+            self._in_background(self._end_sequence(session.id, session.sequence, name, call))
 
-    async def _end_sequence(self, session: Session, name: str, call: asyncio.Task[Any]) -> None:
+    async def _end_sequence(self, id_: str, sequence: int, stage: str, call: asyncio.Task[Any]) -> None:
         """Triton keeps a place for a sequence until its END, which must not overtake the call under way."""
         await asyncio.wait({call})
-        if not call.cancelled() and call.exception() is not None:
-            log_info(f"{self._name}: the last chunk of {session.id} failed: {call.exception()}")
-        await self._stages.sequence(self._models[name], session.sequence, DropStream(session.id), {})
+        if not call.cancelled() and (fault := call.exception()) is not None:
+            log_info(f"{self._name}: the last chunk of {id_} failed: {described(fault)}")
+        await self._stages.sequence(self._models[stage], sequence, DropStream(id_), {})
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def quietly() -> None:
             try:
                 await work
             except Exception as error:
-                log_info(f"{self._name}: while cleaning up: {error!r}")
+                log_info(f"{self._name}: while cleaning up: {described(error)}")
 
         task = self._loop.create_task(quietly())
         self._background.add(task)
@@ -423,11 +465,13 @@ class Orchestrator:
                     if reply.is_cancelled():
                         self._loop.call_soon_threadsafe(task.cancel)
                 except Exception as error:
-                    log_error(f"{self._name}: cannot ask about a cancellation: {error!r}")
+                    log_error(f"{self._name}: cannot ask about a cancellation: {described(error)}")
 
-    async def _drain(self) -> None:
-        """End every request, with all that this leaves to do in the stages."""
-        self._draining = True
+    async def _drain(self, grace_s: float = 0.0, why: str = wire.Drain().why) -> None:
+        """End every request, when the grace is over at the latest, with all that this leaves to do."""
+        self._draining = Unavailable(why, "ask again when it is back")
+        if self._tasks and grace_s > 0:
+            await asyncio.wait(set(self._tasks.values()), timeout=grace_s)
         for task in list(self._tasks.values()):
             task.cancel()
         for pending in (self._tasks.values(), self._background):

@@ -14,11 +14,12 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from tritone.contract import CONTRACT_VERSION, CONTROL, REPLY
+from tritone.control import KEEP_EVERY_S
 from tritone.deploy import Deploy
 from tritone.pipeline import Batching, Stage
 from tritone.ports import Port
 
-SPARE_SEQUENCES = 8  # for pings, beside the streams of the pipeline model and its twin
+SPARE_SEQUENCES = 1000  # for pings, and for strangers, beside the streams of the pipeline model and its twin
 HEADER = "# Rendered by `tritone render {pipeline}` from deploy.yaml: edit that, not this.\n"
 
 
@@ -106,8 +107,8 @@ def _stage_config(deploy: Deploy, stage: Stage) -> pb.ModelConfig:
         config.output.extend(_output(port) for port in stage.outputs)
         config.max_batch_size = settings.max_batch_size
         batching = config.sequence_batching
-        # The default of 1 s would end a stream that is paced by a listener.
-        batching.max_sequence_idle_microseconds = int((settings.lease_s + 10) * 1e6)
+        # Sequences that live are kept by calls; one that a stranger began and cancelled lasts this long.
+        batching.max_sequence_idle_microseconds = int((settings.call_timeout_s + 2 * KEEP_EVERY_S) * 1e6)
         batching.oldest.max_candidate_sequences = 2 * deploy.max_in_flight + SPARE_SEQUENCES
         batching.oldest.max_queue_delay_microseconds = int(settings.max_queue_delay_ms * 1e3)
     kind = pb.ModelInstanceGroup.KIND_GPU if settings.device == "gpu" else pb.ModelInstanceGroup.KIND_CPU

@@ -154,7 +154,7 @@ def check(pipeline: Pipeline) -> None:
     """Raise ConfigError unless the graph joins.
 
     Unique stages; edges that end at existing ports of equal type and not at their own stage; no cycle; at
-    least one entry and one final output; no stage that feeds nothing.
+    least one entry and one final output; no stage that feeds nothing; no text among what Triton batches.
     """
 
     def refuse(what: str, cure: str) -> None:
@@ -198,3 +198,7 @@ def check(pipeline: Pipeline) -> None:
     for stage in pipeline.stages:
         if len(by_name((*stage.inputs, *stage.outputs))) != len(stage.inputs) + len(stage.outputs):
             refuse(f"stage '{stage.name}' uses a port name twice", "name its inputs and outputs apart")
+        text = [port.name for port in stage.inputs if port.dtype == "STRING"]
+        if stage.batching is Batching.TRITON and text:
+            # Triton fails all of a batch for one malformed string, and anybody may send one.
+            refuse(f"stage '{stage.name}' takes text '{text[0]}' in batches", "send it as UINT8")

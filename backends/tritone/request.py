@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tritone.contract import AUDIO_DATA_OUTPUTS, AUDIO_FORMATS, PARAMETERS
-from tritone.deploy import MAX_CHUNK_GROWTH, Chunks, Deploy, Limits, is_chunk_growth
+from tritone.deploy import MAX_CHUNK_GROWTH, Chunks, Deploy, Limits, Urls, is_chunk_growth
 from tritone.errors import InvalidRequest, Unsupported, suggestion
+from tritone.fetch import check_urls
 from tritone.pipeline import Pipeline
 from tritone.ports import Array
 from tritone.sampling import Sampling
@@ -17,6 +18,7 @@ from tritone.sampling import Sampling
 MEDIA = ("image", "audio", "video")
 ROLES = ("system", "user", "assistant")
 MAX_NAME_CHARACTERS = 256
+MAX_PRIORITY = 100
 MAX_DRAWN_SEED = (1 << 53) - 1  # every JSON reader repeats it exactly
 
 
@@ -37,6 +39,7 @@ class Request:
     speaker: str | None = None
     language: str | None = None
     instructions: str | None = None
+    priority: int = 0  # lower is sooner, among requests that wait for their turn
     use_audio_in_video: bool = False  # the sound of a video is heard along with its pictures
     audio_format: str = "s16"
     stream: bool = False
@@ -96,7 +99,7 @@ def read_request(
         raise InvalidRequest(f"{missing} is missing", "send audio_input and audio_input_rate together")
     if samples is not None and "audio" in media:
         raise InvalidRequest("audio and audio_input are both given", "send one of them")
-    messages = _messages(values, media, samples is not None, deploy.limits)
+    messages = _messages(values, media, samples is not None, deploy.limits, deploy.urls)
     sampling, seed = _sampling(values.get("sampling_parameters"), parameters.get("seed"), deploy, drawn_seed)
     return Request(
         messages=messages,
@@ -109,6 +112,7 @@ def read_request(
         seed=seed,
         deadline_s=_deadline_s(parameters.get("deadline_ms"), deploy),
         chunks=_chunks(parameters, deploy.chunks),
+        priority=_priority(parameters.get("queue_priority", 0)),
         use_audio_in_video=_use_audio_in_video(parameters, pipeline),
         audio_format=_choice("audio_format", values.get("audio_format"), AUDIO_FORMATS, "s16"),
         speaker=values.get("speaker") or None,
@@ -142,7 +146,7 @@ def _check_parameters(parameters: Mapping[str, Any]) -> None:
 
 
 def _messages(
-    values: Mapping[str, Any], media: Mapping[str, list[bytes]], raw_audio: bool, limits: Limits
+    values: Mapping[str, Any], media: Mapping[str, list[bytes]], raw_audio: bool, limits: Limits, urls: Urls
 ) -> tuple[Mapping[str, Any], ...]:
     counts = {kind: len(media.get(kind, ())) for kind in MEDIA}
     counts["audio"] += raw_audio
@@ -156,6 +160,7 @@ def _messages(
             if len(file) > most:
                 name = kind if len(files) == 1 else f"{kind}[{number}]"
                 raise InvalidRequest(f"{name} has {len(file)} bytes", f"send at most {most} bytes a file")
+    check_urls(media, urls)
     text, conversation = values.get("text_input"), values.get("messages")
     if text is not None and conversation is not None:
         raise InvalidRequest("text_input and messages are both given", "send one of them")
@@ -311,7 +316,11 @@ def _chunks(parameters: Mapping[str, Any], defaults: Chunks) -> Chunks:
         sizes[name] = parameters.get(name, getattr(defaults, name))
         if not 1 <= sizes[name] <= 4096:
             raise InvalidRequest(f"parameter {name} is {sizes[name]}", "send 1 to 4096")
-    return Chunks(**sizes, codec_chunk_growth=_growth(parameters, defaults.codec_chunk_growth))
+    return Chunks(
+        **sizes,
+        max_ahead_s=defaults.max_ahead_s,
+        codec_chunk_growth=_growth(parameters, defaults.codec_chunk_growth),
+    )
 
 
 def _growth(parameters: Mapping[str, Any], default: float) -> float:
@@ -325,6 +334,12 @@ def _growth(parameters: Mapping[str, Any], default: float) -> float:
             f"parameter codec_chunk_growth is {value!r:.40}", f"send 0 or 1 to {MAX_CHUNK_GROWTH}"
         )
     return growth
+
+
+def _priority(value: int) -> int:
+    if not 0 <= value <= MAX_PRIORITY:
+        raise InvalidRequest(f"parameter queue_priority is {value}", f"send 0 to {MAX_PRIORITY}")
+    return value
 
 
 def _use_audio_in_video(parameters: Mapping[str, Any], pipeline: Pipeline) -> bool:

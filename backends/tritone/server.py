@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tritone
+from tritone import allocator
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError
 
@@ -45,6 +46,7 @@ BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 
 DEFAULT_POOL_THREADS = 32  # of the python backend, a model instance; BLS calls and responses share them
 SPARE_POOL_THREADS = 8  # left to responses while every BLS thread waits
+EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")  # all at the start, any of them later
 EXIT_TIMEOUT_S = 10  # how long the server waits for its models when it is asked to end
 
 
@@ -90,9 +92,10 @@ class Listen:
     http: int = 8000
     grpc: int = 8001
     metrics: int = 8002
+    health: int = 8003  # of `tritone serve` itself
 
     def ports(self) -> dict[str, int]:
-        return {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
+        return {"http": self.http, "grpc": self.grpc, "metrics": self.metrics, "health": self.health}
 
     @property
     def near(self) -> str:
@@ -110,6 +113,10 @@ class Listen:
     @property
     def metrics_url(self) -> str:
         return f"http://{self.near}:{self.metrics}/metrics"
+
+    @property
+    def health_url(self) -> str:
+        return f"http://{self.near}:{self.health}"
 
 
 @dataclass(frozen=True)
@@ -337,7 +344,14 @@ def environment(server: Server, python: Interpreter, base: Mapping[str, str] = o
     env.pop("PYTHONHOME", None)  # would overrule the interpreter that PATH names
     for name, folders in search_paths(server, python).items():
         env[name] = ":".join([*folders, *filter(None, [base.get(name)])])
+    allocator.for_server(env)
     return env
+
+
+def uses_tls(extra: Iterable[str], mutual: bool = False) -> bool:
+    """Whether the user's own options give gRPC a TLS; mutual: one that asks clients for certificates."""
+    name = "grpc-use-ssl-mutual" if mutual else "grpc-use-ssl(-mutual)?"
+    return any(re.fullmatch(f"--?{name}(=(1|true|on|yes))?", option, re.IGNORECASE) for option in extra)
 
 
 def pool_threads(deploys: Iterable[Deploy]) -> int | None:
@@ -354,18 +368,20 @@ def command(
     shm_prefix: str | None = None,
     threads: int | None = None,
     extra: Sequence[str] = (),
+    supervised: bool = False,
 ) -> list[str]:
     """The whole command line.
 
     shm_prefix: begins the name of every shared-memory region of this server, so that they can be removed.
     threads: of the python backend's pool, a model instance; None leaves the default.
     extra: the user's own options; the last of two wins.
+    supervised: somebody will load and unload single models.
     """
     words = [str(server.binary)]
     words += [f"--model-repository={folder.resolve()}" for folder in repositories]
     words += [
         f"--backend-directory={backends.resolve()}",
-        "--model-control-mode=none",
+        *(EXPLICIT if supervised else ("--model-control-mode=none",)),
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
         f"--http-address={listen.host}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -14,9 +15,10 @@ class Progress:
 
     _LOADED = re.compile(rb"successfully loaded '([^']+)'")
 
-    def __init__(self, log: Path | None) -> None:
+    def __init__(self, log: Path | None, offset: int = 0) -> None:
+        """offset: where the run that is meant begins."""
         self._log = log
-        self._offset = 0
+        self._offset = offset
 
     def news(self) -> list[str]:
         """Names of the models that were loaded since the last call."""
@@ -30,11 +32,26 @@ class Progress:
         return [name.decode() for name in self._LOADED.findall(complete)]
 
 
-def last_errors(log: Path | None, limit: int = NUM_ERROR_LINES) -> list[str]:
-    """The last distinct errors in a server log, without their time stamps; those of models come first."""
+def size(log: Path | None) -> int:
+    """Bytes in the log; a later run begins there."""
+    return log.stat().st_size if log is not None and log.exists() else 0
+
+
+def append(log: Path | None, line: str) -> None:
+    """A line of our own among the server's, if it can be written."""
+    if log is not None:
+        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+def last_errors(log: Path | None, limit: int = NUM_ERROR_LINES, offset: int = 0) -> list[str]:
+    """The last distinct errors in a server log, without their time stamps; those of models come first.
+
+    offset: where the run that is meant begins.
+    """
     if log is None or not log.exists():
         return []
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = log.read_bytes()[offset:].decode(errors="replace").splitlines()
     errors = [
         match.group(1).strip()
         for line in lines

@@ -36,3 +36,13 @@ class Session:
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage: its counts
     timings: dict[str, dict[str, float]] = field(default_factory=dict)  # by stage, seconds
     busy: BusyTimes = field(default_factory=BusyTimes)
+
+    def begin_again(self, id_: str, sequence: int) -> None:
+        """Forget what the stages were asked and said; what the client has received stays received."""
+        self.id, self.sequence = id_, sequence
+        self.mail = asyncio.Queue()
+        for record in (self.endpoints, self.chunk_calls, self.finished, self.pieces_seen):
+            record.clear()
+        self.usage.clear()
+        self.timings.clear()
+        self.answer.rewind()

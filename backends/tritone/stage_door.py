@@ -20,6 +20,8 @@ from tritone.engine_link import EngineLink
 from tritone.engine_process import EngineSpec
 from tritone.errors import ConfigError, TritoneError
 from tritone.pipeline import Batching, Stage
+from tritone.private_memory import keep_private
+from tritone.server_key import server_key
 from tritone.triton import model_parameters
 
 SERVER_WAIT_S = 1.0  # on top of load_timeout_s
@@ -80,10 +82,12 @@ class StageDoor:
     """The library half of a stage door: links to the engine of this instance and of its siblings."""
 
     def __init__(self, args: Mapping[str, str]) -> None:
+        keep_private()
         self.deploy, parameters, path = load_deploy(args)
         self.stage = self.deploy.pipeline.stage(parameters["stage"])
         self.settings = self.deploy.stage(self.stage.name)
         self.model = args["model_name"]
+        self.key = server_key(server_name())  # which calls to this door carry
         instance = Instance.of(args, self.stage)
         mates = self.deploy.hosted_with(self.stage.name)
         own_address = engine_address(self.deploy, self.stage.name, instance.device, instance.index)
@@ -96,7 +100,13 @@ class StageDoor:
             python=self.settings.python,
             load_timeout_s=max(self.deploy.stage(mate).load_timeout_s for mate in mates),
         )
-        self.own = EngineLink(self.stage.name, own_address, spec, self.settings.call_timeout_s)
+        self.own = EngineLink(
+            self.stage.name,
+            own_address,
+            spec,
+            self.settings.call_timeout_s,
+            turn_limit_s=max(self.deploy.stage(mate).call_timeout_s for mate in mates),
+        )
         addresses = [
             engine_address(self.deploy, self.stage.name, instance.device, i)
             for i in range(self.settings.instances)

@@ -37,6 +37,13 @@ def read_batched_inputs(request: Any, ports: Iterable[Port]) -> dict[str, Any]:
     }
 
 
+def open_sequence(request: Any) -> int | str | None:
+    """The sequence that Triton keeps a place for after this request; None if the request ends it."""
+    ends = request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
+    number: int | str = request.correlation_id()
+    return None if ends else number
+
+
 def read_parameters(request: Any) -> dict[str, Any]:
     """The request parameters: int, bool or string values."""
     return {
@@ -63,8 +70,13 @@ def response(outputs: Mapping[str, Array]) -> Any:
 
 
 def error_response(error: TritoneError) -> Any:
+    """An error of a stage, for its orchestrator."""
+    return _error_response(error, error.internal_message)
+
+
+def _error_response(error: TritoneError, message: str) -> Any:
     code = getattr(pb_utils.TritonError, error.triton_code, pb_utils.TritonError.INTERNAL)
-    return pb_utils.InferenceResponse([], pb_utils.TritonError(error.message, code))
+    return pb_utils.InferenceResponse([], pb_utils.TritonError(message, code))
 
 
 class Reply:
@@ -86,7 +98,11 @@ class Reply:
         self._send(response(wanted), final)
 
     def fail(self, error: TritoneError) -> None:
-        """End with an error; nothing if the reply has ended."""
+        """End with an error for a client; nothing if the reply has ended."""
+        self._send(_error_response(error, error.message), final=True)
+
+    def fail_stage(self, error: TritoneError) -> None:
+        """End with an error of a stage, for its orchestrator; nothing if the reply has ended."""
         self._send(error_response(error), final=True)
 
     def is_cancelled(self) -> bool:

@@ -3,7 +3,7 @@
     door ──Open, Run, Cancel, Ping──► engine        engine ──Opened, Ran, Pong, Refused──► door
     engine ──Piece──► engine (the next stage)       engine ──Credit──► engine (the stage before)
     engine ──Piece, Finished, Failed──► orchestrator's inbox
-    `tritone serve` ──Drain──► orchestrator's inbox
+    `tritone serve` ──Drain──► orchestrator's inbox    `tritone reload` ──Reload──► `tritone serve`
 
 Sockets are AF_UNIX SOCK_SEQPACKET in the abstract namespace: message borders are the kernel's, nothing is
 left on disk after a kill -9, and a peer of another user is refused. A packet above INLINE_BYTES travels as
@@ -87,7 +87,24 @@ class Cancel(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """To an orchestrator: end every request and take no more; it hangs up when that is done."""
+    """To an orchestrator: take no more requests, end those that run; it hangs up when that is done."""
+
+    grace_s: float = 0.0  # how long those that run may go on
+    why: str = "the server is shutting down"  # what the refused are told
+
+
+class Reload(Message, frozen=True):
+    """To a `tritone serve`: read the deploy file of a pipeline again, and serve what it says."""
+
+    pipeline: str  # "": every one
+
+
+class Reloaded(Message, frozen=True):
+    """What came of a Reload."""
+
+    what: str
+    cure: str = ""
+    code: str = ""  # TritoneError.code; "": it was done
 
 
 class Ping(Message, frozen=True):
@@ -198,6 +215,8 @@ AnyMessage = (
     | Refused
     | Cancel
     | Drain
+    | Reload
+    | Reloaded
     | Ping
     | Pong
     | Run

@@ -3,18 +3,19 @@
 import json
 
 from tritone import control
+from tritone.bls import Evictions
 from tritone.contract import CONTROL, REPLY
 from tritone.errors import InvalidRequest, from_code
 from tritone.ports import by_name
 from tritone.stage_door import StageDoor, as_error
-from tritone.triton import error_response, read_batched_inputs, response
+from tritone.triton import error_response, open_sequence, read_batched_inputs, response
 from tritone.wire import StreamChunk
 
 
 class TritonPythonModel:
     def initialize(self, args):
         self._door = StageDoor(args)
-        self._inputs = (CONTROL, *self._door.stage.inputs)
+        self._evictions = Evictions(self._door.model, self._door.key)
         self._outputs = by_name(self._door.stage.outputs)
 
     def execute(self, requests):
@@ -36,17 +37,30 @@ class TritonPythonModel:
 
     def _read(self, request):
         """The chunk in a request, or the JSON reply to a control call."""
-        inputs = read_batched_inputs(request, self._inputs)
-        call = control.decode(inputs.pop(CONTROL.name, ""))
+        call = self._control(request)
         match call:
             case control.RunChunk():
+                inputs = read_batched_inputs(request, self._door.stage.inputs)
                 return StreamChunk(call.session, inputs, call.start, call.end, call.settings)
             case control.DropStream():
                 self._door.cancel(call.session)
                 return {}
+            case control.KeepStream():
+                return {}
             case control.PingStage():
                 return self._door.ping().result()
         raise InvalidRequest(f"control asks this stage to {type(call).__name__}", "call the pipeline model")
+
+    def _control(self, request):
+        """What the orchestrator asks. A stranger is refused, and the place of its sequence is freed."""
+        try:
+            data = read_batched_inputs(request, (CONTROL,)).get(CONTROL.name, b"")
+            return control.decode(data, self._door.key)
+        except InvalidRequest:
+            number = open_sequence(request)
+            if number is not None:
+                self._evictions.end(number)
+            raise
 
     def _run(self, chunks):
         if not chunks:
@@ -68,4 +82,5 @@ class TritonPythonModel:
             return error_response(as_error(error))
 
     def finalize(self):
+        self._evictions.close()
         self._door.close()

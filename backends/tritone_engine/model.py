@@ -17,18 +17,18 @@ class TritonPythonModel:
         for request in requests:
             reply = Reply(request)
             try:
-                answer = self._call(read_inputs(request, (CONTROL, *self._door.stage.inputs)))
+                answer = self._call(request)
             except Exception as error:
-                reply.fail(as_error(error))
+                reply.fail_stage(as_error(error))
             else:
                 answer.add_done_callback(lambda done, reply=reply: self._send(done, reply))
 
-    def _call(self, inputs):
+    def _call(self, request):
         """The future of what a control call answers."""
-        call = control.decode(inputs.pop(CONTROL.name, ""))
+        call = control.decode(read_inputs(request, (CONTROL,)).get(CONTROL.name, b""), self._door.key)
         match call:
             case control.OpenSession():
-                return self._door.open(call, inputs)
+                return self._door.open(call, read_inputs(request, self._door.stage.inputs))
             case control.PingStage():
                 return self._door.ping()
         raise InvalidRequest(f"control asks this stage to {type(call).__name__}", "call the pipeline model")
@@ -36,7 +36,7 @@ class TritonPythonModel:
     def _send(self, answer, reply):
         error = answer.exception()
         if error is not None:
-            reply.fail(as_error(error))
+            reply.fail_stage(as_error(error))
         else:
             reply.send({REPLY.name: REPLY.pack(json.dumps(answer.result()))}, final=True)
 

@@ -4,18 +4,22 @@ import os
 
 from tritone import inbox
 from tritone.orchestrator import Orchestrator
+from tritone.private_memory import keep_private
+from tritone.server_key import server_key
 from tritone.stage_door import as_error, load_deploy, server_name
 from tritone.triton import Reply, is_decoupled, read_inputs, read_parameters
 
 
 class TritonPythonModel:
     def initialize(self, args):
+        keep_private()
         deploy, _, _ = load_deploy(args)
         self._inputs = deploy.pipeline.inputs
         name = f"{args['model_name']}/{os.getpid()}"
         address = inbox.address(server_name(), args["model_name"], os.getpid())
         facts = deploy.pipeline.facts(deploy.checkpoint)
-        self._orchestrator = Orchestrator(deploy, facts, name, address, is_decoupled(args["model_config"]))
+        may_stream, key = is_decoupled(args["model_config"]), server_key(server_name())
+        self._orchestrator = Orchestrator(deploy, facts, name, address, may_stream, key)
 
     def execute(self, requests):
         for request in requests:

@@ -1,7 +1,7 @@
 """The command `tritone`.
 
     chat  say  bench  ping                            ask a running server; this package alone is enough
-    serve  render  check  doctor  models  backends    run one; they come with the server part
+    serve  reload  render  check  doctor  models  backends    run one; they come with the server part
 
 Exit codes: 0 done, 1 failed (one sentence on stderr), 2 wrong usage, 130 interrupted.
 What --out names is replaced when the answer is complete, or by what came until Ctrl-C; after a failure a file
@@ -37,12 +37,14 @@ _Result = TypeVar("_Result")
 
 SERVER_COMMANDS = {
     "serve": "start a Triton server with pipelines",
+    "reload": "have a running `tritone serve` follow a changed deploy.yaml",
     "render": "write the model repository from deploy files",
     "check": "check pipelines and deploy files",
     "doctor": "say what this machine lacks to serve",
     "models": "list the pipelines",
     "backends": "compose a backend directory for plain tritonserver",
 }
+TLS_FILES = ("root_certificates", "private_key", "certificate_chain")
 MEDIA_FILES = {
     "image": "a picture: PNG or JPEG",
     "audio": "a recording, e.g. the question: WAV, FLAC or MP3",
@@ -223,6 +225,8 @@ def _add_url_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, metavar="HOST:PORT", help=f"default: {DEFAULT_URL}")
     parser.add_argument("--ssl", action="store_true", help="use TLS")
     parser.add_argument("--root-certificates", metavar="FILE.pem", help="whom to trust with TLS")
+    parser.add_argument("--private-key", metavar="FILE.pem", help="of this client, for a mutual TLS")
+    parser.add_argument("--certificate-chain", metavar="FILE.pem", help="of this client, for a mutual TLS")
 
 
 def _add_server_commands(commands: Any) -> str | None:
@@ -383,8 +387,9 @@ async def _run_ping(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _client(args: argparse.Namespace) -> AsyncTritoneClient:
-    secure = args.ssl or args.root_certificates is not None
-    return AsyncTritoneClient(args.url, args.pipeline, ssl=secure, root_certificates=args.root_certificates)
+    files = {name: getattr(args, name) for name in TLS_FILES}
+    secure = args.ssl or any(files.values())
+    return AsyncTritoneClient(args.url, args.pipeline, ssl=secure, **files)
 
 
 def _request_options(args: argparse.Namespace) -> RequestOptions:

@@ -67,6 +67,8 @@ class AsyncTritoneClient:
     ):
         if "://" in url:
             raise InvalidRequest(f"url is {url!r}; give host:port of the gRPC port, without a scheme")
+        if (private_key is None) != (certificate_chain is None):
+            raise InvalidRequest("private_key and certificate_chain belong together; give both or none")
         self.url = url
         self.pipeline = pipeline
         self._headers = dict(headers or {})

@@ -10,6 +10,7 @@ from tritonclient.grpc import model_config_pb2
 
 from tritone import deploy as deploys
 from tritone import pbtxt, pipelines
+from tritone.control import KEEP_EVERY_S
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 
@@ -46,7 +47,8 @@ def test_code2wav_goes_through_the_sequence_batcher_and_outlives_a_paced_stream(
     stage = config("smoltalk", "smoltalk_code2wav")
     deploy = deploys.load(REPOSITORY / "smoltalk" / "deploy.yaml")
     batching = stage.sequence_batching
-    assert batching.max_sequence_idle_microseconds > deploy.stage("code2wav").lease_s * 1e6
+    longest_silence_s = deploy.stage("code2wav").call_timeout_s + KEEP_EVERY_S
+    assert batching.max_sequence_idle_microseconds > longest_silence_s * 1e6
     assert batching.oldest.max_candidate_sequences >= deploy.max_in_flight
     assert not stage.HasField("dynamic_batching")
 

@@ -106,14 +106,14 @@ def echo_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory):
-    """serve(*targets, overrides=()) starts `tritone serve` and returns it when every stage answers."""
+    """serve(*targets, overrides=(), options=()) starts `tritone serve`; returns when every stage answers."""
     started = []
 
-    def start(*targets, overrides=()):
+    def start(*targets, overrides=(), options=()):
         run_folder = tmp_path_factory.mktemp("run")
         words = [sys.executable, "-m", "tritone", "serve", *map(str, targets), f"--run-dir={run_folder}"]
         words += [f"--{kind}-port=0" for kind in ("http", "grpc", "metrics")]
-        words += [f"--set={override}" for override in overrides]
+        words += [f"--set={override}" for override in overrides] + list(options)
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         log = run_folder / "server.log"
 

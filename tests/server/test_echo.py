@@ -180,6 +180,23 @@ async def test_instances_share_the_work_and_colocated_stages_share_a_process(ser
         assert is_exact(await ask(client, "the other instance answers")), "one of two may die unnoticed"
 
 
+async def test_streams_outlive_kill_9_of_any_engine_if_deploy_says_so(serve, echo_folder):
+    """They go on, sample by sample, where they were; a new request waits for the engine."""
+    server = serve(echo_folder, overrides=[*PACED, "resumes=2"])
+    async with server.client("echo") as client:
+        for stage in ("writer", "singer", "wave"):
+            text = f"{stage} " * 120
+            tasks = [asyncio.create_task(ask(client, f"{i} {text}")) for i in range(4)]
+            await asyncio.sleep(0.6)
+            os.kill(server.engine_pid(stage), signal.SIGKILL)
+            late = asyncio.create_task(ask(client, "too late to be refused"))
+            for i, task in enumerate(tasks):
+                answer = await task
+                assert answer[0].split() == f"{i} {text}".split() and is_exact(answer)
+            assert is_exact(await late)
+        assert await active_sessions(client) == 0
+
+
 async def test_plain_tritonserver_refuses_above_the_cap_and_is_never_stuck(plain_server, echo_folder):
     """Nothing of ours around it: default thread pool, default flags."""
     server = plain_server(echo_folder)

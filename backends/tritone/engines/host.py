@@ -32,6 +32,7 @@ from tritone.deploy import Deploy
 from tritone.engines.base import BatchEngine, Placement
 from tritone.engines.loops import BatchLoop, Loop, Peers, StageLoop
 from tritone.errors import ConfigError, InvalidRequest
+from tritone.fault_log import FaultFormatter
 
 log = logging.getLogger("tritone.engine")
 
@@ -98,6 +99,10 @@ class Host:
                 else:
                     self._dispatch(message, answer)
         except wire.Disconnected:
+            pass
+        except Exception:  # the peer hears that the channel is gone, and waits for no answer
+            log.exception("a connection is given up")
+        finally:
             with self._lock:
                 self._channels.discard(channel)
             channel.close()
@@ -167,7 +172,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--life-line", type=int, required=True, help="descriptor that ends with the door")
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(process)d: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(FaultFormatter("%(name)s %(process)d: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     # A Ctrl-C in the server's terminal reaches the whole group; the life line ends this process in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_watch_life_line, args=(arguments.life_line,), daemon=True, name="life").start()

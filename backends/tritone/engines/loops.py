@@ -98,6 +98,7 @@ class Loop(ABC):
 
     def run(self) -> None:
         """A loop that ends would leave a process that looks alive: end that, the door starts a new one."""
+        self._beat_s = time.monotonic()  # it was made before other stages of the process were loaded
         try:
             while True:
                 self._turn()
@@ -111,6 +112,7 @@ class Loop(ABC):
             task = self._mailbox.get(block=block, timeout=IDLE_WAIT_S)
             while True:
                 task()
+                self._beat_s = time.monotonic()  # each of many tasks may take long
                 task = self._mailbox.get_nowait()
 
     @abstractmethod
@@ -196,6 +198,10 @@ class StageLoop(Loop):
     # -- tasks that reader threads post ---------------------------------------------------------------------
 
     def open(self, message: wire.Open, answer: Answer) -> None:
+        if message.session in self._seats:
+            what = f"session '{message.session}' is open already"
+            answer(wire.Refused(message.call, "INVALID_ARG", what, "use another id"))
+            return
         self.connector.expect(message.session)
         try:
             self._peers.ensure(message.inbox)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tritone.pipeline import Pipeline
 
 _TABLE: dict[str, str] = {
+    "fake": "tritone.pipelines.fake",
     "qwen3_omni": "tritone.pipelines.qwen3_omni",
     "smoltalk": "tritone.pipelines.smoltalk",
 }

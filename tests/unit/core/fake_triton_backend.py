@@ -73,10 +73,16 @@ class InferenceRequest:
     def __init__(self, model_name, requested_output_names, inputs, correlation_id=0, flags=0):
         self.model, self.outputs = model_name, list(requested_output_names)
         self.tensors = {tensor.name(): tensor.as_numpy() for tensor in inputs}
-        self.sequence, self.flags = correlation_id, flags
+        self.sequence, self.bits = correlation_id, flags
 
     def inputs(self):
         return [Tensor(name, array) for name, array in self.tensors.items()]
+
+    def correlation_id(self):
+        return self.sequence
+
+    def flags(self):
+        return self.bits
 
     def exec(self):
         try:
@@ -193,10 +199,10 @@ class SequenceBatcher:
     def __call__(self, request):
         number = request.sequence
         with self._lock:
-            self.log.append((number, request.flags))
+            self.log.append((number, request.bits))
             if number in self._under_way:
                 self.overlaps.append(number)
-            if request.flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
+            if request.bits & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
                 self.live.add(number)
             elif number not in self.live:
                 raise TritonError("the first request of a sequence must have the START flag")
@@ -207,7 +213,7 @@ class SequenceBatcher:
             with self._lock:
                 self._under_way.discard(number)
                 self.log.append((number, "returned"))
-                if request.flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
+                if request.bits & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
                     self.live.discard(number)
 
 

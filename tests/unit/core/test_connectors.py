@@ -491,8 +491,10 @@ def test_cleanup_and_close_leave_no_bytes_and_no_descriptor():
         put(giver, taker, number, rows(1500))
     taker.get("s", 1)
     put(giver, taker, 12)
+    assert giver.stat("streams") == taker.stat("streams") == 1
     giver.connector.cleanup("s")
     taker.connector.cleanup("s")
+    assert giver.stat("streams") == taker.stat("streams") == 0
     assert giver.budget.used_bytes == 0 and giver.stat("in_flight_bytes") == 0
     assert giver.connector._outlets == {} and taker.connector._receiver._sessions == {}
     assert taker.connector._origins == {}

@@ -27,6 +27,7 @@ from tritone.engines.base import Placement
 from tritone.engines.host import Host, build_loops
 from tritone.engines.loops import BatchLoop
 from tritone.errors import ConfigError, EngineLost, Unavailable
+from tritone.server_key import server_key
 
 OUTPUTS = [port.name for port in echo.PIPELINE.outputs]
 PORTS = {port.name: port for port in (*echo.PIPELINE.inputs, contract.CONTROL)}
@@ -241,11 +242,11 @@ def test_requests_of_all_fates_leave_no_state_in_any_engine(pipeline_door, serve
 
 
 def test_an_engine_works_until_it_is_told_of_the_cancel_and_no_longer(pipeline_door, server):
-    sender = ask(pipeline_door, text_input="word " * 2000, modalities="text")
+    sender = ask(pipeline_door, text_input="w " * 8000, modalities="text")  # long after the cancel
     wait_until(lambda: len(sender.responses) > 3)
     sender.cancelled = True
     assert sender.outcome() == "CANCELLED"
-    wait_until(lambda: server.live_sessions["echo_writer"] == 0, timeout_s=1.0)
+    wait_until(lambda: server.live_sessions["echo_writer"] == 0, timeout_s=5.0)
 
 
 # -- the pipeline door -------------------------------------------------------------------------------------
@@ -289,6 +290,28 @@ def test_drain_all_ends_the_requests_of_every_pipeline_model_of_the_server(pipel
     assert ask(pipeline_door, text_input="hi").outcome() == "UNAVAILABLE"
 
 
+def test_a_drain_with_a_grace_lets_requests_finish_and_refuses_others(pipeline_door):
+    sender = ask(pipeline_door, text_input="word " * 200, modalities="text")
+    wait_until(lambda: len(sender.responses) > 1)
+    order = wire.Drain(grace_s=20.0, why="pipeline echo is being reloaded")
+    drained = []
+    drain = threading.Thread(
+        target=lambda: drained.append(inbox.drain_all(os.getpid(), 5.0, order, {"echo"}))
+    )
+    drain.start()
+    wait_until(lambda: ask(pipeline_door, text_input="hi").outcome() == "UNAVAILABLE")
+    refused = ask(pipeline_door, text_input="hi")
+    assert refused.outcome() == "UNAVAILABLE" and "is being reloaded" in refused.message
+    assert sender.outcome(20) == "done"
+    drain.join(20)
+    assert drained == [True]
+
+
+def test_a_drain_of_other_models_is_none_of_ours(pipeline_door):
+    assert inbox.drain_all(os.getpid(), 5.0, wire.Drain(grace_s=5.0), {"other"})
+    assert ask(pipeline_door, text_input="hi").outcome() == "done"
+
+
 def test_finalize_ends_what_runs(server):
     door = server.door("tritone_pipeline", "echo", decoupled=True)
     sender = ask(door, text_input="word " * 2000, modalities="text")
@@ -322,10 +345,22 @@ MALFORMED = {
 }
 
 
+def key():
+    """Of the server that the doors believe to be children of."""
+    from tritone import stage_door
+
+    return server_key(stage_door.server_name())
+
+
+def with_key(data):
+    """Bytes in place of a control, from a caller who knows the key."""
+    return b'{"key":"%s","call":%s}' % (key().encode(), data)
+
+
 def batched(call, frames=None, segment_end=True):
     """A BLS call of the batch door. call: a control, or its bytes."""
-    data = call if isinstance(call, bytes) else control.encode(call)
-    tensors = {"control": np.array([[data]], object), "segment_end": np.array([[segment_end]])}
+    data = call if isinstance(call, bytes) else control.encode(call, key())
+    tensors = {"control": np.frombuffer(data, np.uint8)[None], "segment_end": np.array([[segment_end]])}
     if frames is not None:
         tensors["frames"] = np.array([[[ord(letter)] for letter in frames]], np.float32)
     inputs = [fake.Tensor(name, array) for name, array in tensors.items()]
@@ -353,7 +388,7 @@ def samples_of(response):
 
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_control_to_the_batch_door_is_refused_and_the_chunk_beside_it_served(server, data):
-    before, bad, after = server.batch_door.execute([chunk("ab"), batched(data), chunk("cd")])
+    before, bad, after = server.batch_door.execute([chunk("ab"), batched(with_key(data)), chunk("cd")])
     assert end_of(bad) == "INVALID_ARG"
     np.testing.assert_array_equal(samples_of(before), echo.expected_pcm("ab"))
     np.testing.assert_array_equal(samples_of(after), echo.expected_pcm("cd"))
@@ -408,14 +443,16 @@ def test_when_a_whole_batch_fails_each_request_gets_a_response_of_its_own(server
 
     monkeypatch.setattr(server.batch_door._door, "run", lost)
     responses = server.batch_door.execute([chunk(), chunk(), batched(control.PingStage())])
-    assert [end_of(response) for response in responses] == ["UNAVAILABLE", "UNAVAILABLE", "done"]
+    assert [end_of(response) for response in responses] == ["ENGINE_LOST", "ENGINE_LOST", "done"]
     assert len({id(response) for response in responses}) == 3
 
 
 def engine_request(call, **values):
     """A BLS call of an engine door."""
-    data = call if isinstance(call, bytes) else control.encode(call)
-    return fake.ClientRequest({"control": np.array([data], object), **values}, ["reply"], decoupled=False)
+    data = call if isinstance(call, bytes) else control.encode(call, key())
+    return fake.ClientRequest(
+        {"control": np.frombuffer(data, np.uint8), **values}, ["reply"], decoupled=False
+    )
 
 
 def reply_of(request):
@@ -425,7 +462,7 @@ def reply_of(request):
 
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_control_to_an_engine_door_is_refused_and_the_call_beside_it_served(server, data):
-    bad, good = engine_request(data), engine_request(control.PingStage())
+    bad, good = engine_request(with_key(data)), engine_request(control.PingStage())
     server.engine_doors["writer"].execute([bad, good])
     assert bad.sender.outcome() == "INVALID_ARG" and bad.sender.flags == [1]
     assert len(reply_of(good)["engines"]) == 1
@@ -439,6 +476,42 @@ def test_each_stage_door_refuses_the_calls_of_the_other(server):
         request = engine_request(call)
         server.engine_doors["writer"].execute([request])
         assert request.sender.outcome() == "INVALID_ARG"
+
+
+STRANGERS = {
+    "no key": b'{"op":"ping"}',
+    "an empty key": control.encode(control.PingStage()),
+    "another key": control.encode(control.PingStage(), "0" * 64),
+    "a key of another alphabet": control.encode(control.PingStage(), "聪明"),
+    "nothing": b"",
+    "not UTF-8": b"\xff",
+}
+
+
+@pytest.mark.parametrize("data", STRANGERS.values(), ids=STRANGERS)
+def test_a_stage_heeds_nobody_who_does_not_know_the_key(server, data):
+    request = engine_request(data)
+    server.engine_doors["writer"].execute([request])
+    assert request.sender.outcome() == "INVALID_ARG"
+    refused, served = server.batch_door.execute([batched(data), chunk("ab")])
+    assert end_of(refused) == "INVALID_ARG" and end_of(served) == "done"
+    for message in (request.sender.message, refused.error().message()):
+        assert key() not in message and ("call the pipeline model instead" in message or b"\xff" in data)
+
+
+@pytest.mark.parametrize("data", STRANGERS.values(), ids=STRANGERS)
+def test_the_sequence_of_a_stranger_is_ended_and_that_of_a_stream_goes_on(server, data):
+    stranger = batched(data, "ab")
+    stranger.sequence, stranger.bits = 666, fake.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+    session = next(names)
+    stream = batched(control.RunChunk(session, True, False), "ab")
+    stream.sequence, stream.bits = 7, fake.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+    assert end_of(server.wave(stream)) == "done"
+    assert end_of(server.wave(stranger)) == "INVALID_ARG"
+    wait_until(lambda: server.wave.live == {7})
+    end = batched(control.RunChunk(session, False, True), "cd")
+    end.sequence, end.bits = 7, fake.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
+    assert end_of(server.wave(end)) == "done"
 
 
 @pytest.mark.parametrize("whole", [False, True])

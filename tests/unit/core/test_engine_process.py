@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tritone import wire
+from tritone import engine_link, wire
 from tritone.engine_link import EngineLink
 from tritone.engine_process import EngineSpec
 from tritone.errors import ConfigError, EngineLost, InvalidRequest, Unavailable
@@ -194,7 +194,7 @@ def test_a_killed_producer_fails_the_sessions_that_wait_for_it(make_chain, inbox
     writer, singer = make_chain()
     os.kill(pid_of(writer), signal.SIGKILL)
     failure = failure_of(inbox, "echo_singer")
-    assert failure.code == "UNAVAILABLE" and "stage echo_writer died before its output ended" in failure.what
+    assert failure.code == "ENGINE_LOST" and "stage echo_writer died before its output ended" in failure.what
     assert sessions(singer, "echo_singer") == 0
 
 
@@ -366,3 +366,37 @@ def test_a_step_that_always_fails_ends_the_process_for_a_new_one(make_link, inbo
     while pid_of(link) in (first, None) or not link.is_ready:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_an_engine_whose_loop_hangs_is_ended_and_started_again(make_link, inbox, monkeypatch):
+    monkeypatch.setattr(engine_link, "MIN_TURN_LIMIT_S", 1.5)
+    link = make_link(call_timeout_s=1.5, writer={"engine": {"step_s": 600}})
+    link.wait_ready(20)
+    hung = pid_of(link)
+    open_writer(link, inbox, "one").result(5)  # the step that follows does not return
+    deadline = time.monotonic() + 20
+    while pid_of(link) in (hung, None) or not link.is_ready:
+        assert time.monotonic() < deadline, "nobody noticed"
+        time.sleep(0.05)
+    assert link.call(wire.Ping).result(5).stats["echo_writer"]["sessions"] == 0
+
+
+def test_an_engine_that_does_not_answer_at_all_is_ended_and_started_again(make_link, monkeypatch):
+    monkeypatch.setattr(engine_link, "MIN_TURN_LIMIT_S", 0.5)
+    monkeypatch.setattr(engine_link, "BEAT_TIMEOUT_S", 0.5)
+    link = make_link(call_timeout_s=0.5)
+    link.wait_ready(20)
+    hung = pid_of(link)
+    stop(hung)
+    deadline = time.monotonic() + 20
+    while pid_of(link) in (hung, None) or not link.is_ready:
+        assert time.monotonic() < deadline, "nobody noticed"
+        time.sleep(0.05)
+
+
+def test_an_idle_engine_is_never_taken_for_hung(make_link):
+    link = make_link(call_timeout_s=0.1)
+    link.wait_ready(20)
+    pid = pid_of(link)
+    time.sleep(3.5)  # several times the limit of a call, and several beats
+    assert pid_of(link) == pid and link.is_ready

@@ -51,6 +51,13 @@ def test_a_cycle_is_refused():
         )
 
 
+def test_text_among_what_triton_batches_is_refused():
+    code2wav = SMOLTALK.stage("code2wav")
+    speaks = dataclasses.replace(code2wav, inputs=(*code2wav.inputs, Port("speaker", "STRING", (1,), "")))
+    with pytest.raises(ConfigError, match="takes text 'speaker' in batches; send it as UINT8"):
+        changed(stages=(*(stage for stage in SMOLTALK.stages if stage.name != "code2wav"), speaks))
+
+
 def test_consumers_are_opened_before_their_producers():
     order = [
         stage.name for stage in Routing(SMOLTALK, {"ears", "thinker", "talker", "code2wav"}, ()).open_order()

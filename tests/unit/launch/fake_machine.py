@@ -23,6 +23,8 @@ print("I1129 22:40:00.000001 7 model_lifecycle.cc:838] successfully loaded 'echo
 if mode == "fail":
     print("E1129 22:40:00.2 7 model_lifecycle.cc:642] failed to load 'echo_writer': no weights", flush=True)
     sys.exit(1)
+if mode == "crash":
+    os.abort()
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 else:

@@ -110,6 +110,32 @@ class TestServe:
         assert options.extra == ("--log-verbose=1", "--id=x")
         assert (options.listen.host, options.listen.http, options.listen.grpc) == ("0.0.0.0", 8000, 0)
         assert (options.overrides, options.run_folder, options.log) == (("a=1",), tmp_path, "stderr")
+        assert (options.drain_s, options.open_admin) == (30.0, False)
+
+    @pytest.mark.parametrize(
+        ("words", "port"),
+        [
+            ([], 8003),
+            (["--metrics-port", "9000"], 9001),
+            (["--metrics-port", "0"], 0),
+            (["--metrics-port", "0", "--health-port", "7"], 7),
+        ],
+    )
+    def test_the_health_port_comes_after_that_of_metrics(
+        self, monkeypatch: pytest.MonkeyPatch, words: list[str], port: int
+    ) -> None:
+        from tritone import serve
+
+        seen = []
+        monkeypatch.setattr(serve, "serve", lambda options, say, asked: seen.append(options) or 0)
+        monkeypatch.setattr(serve.Asked, "listen", lambda self: None)
+        assert tritone("serve", "echo", *words, "--drain-s", "0", "--open-admin") == 0
+        assert (seen[0].listen.health, seen[0].drain_s, seen[0].open_admin) == (port, 0.0, True)
+
+    @pytest.mark.parametrize("drain", ["-1", "nan", "inf", "long"])
+    def test_bad_drain(self, drain: str) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            tritone("serve", "echo", f"--drain-s={drain}")
 
     def test_check(
         self, echo_folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Output

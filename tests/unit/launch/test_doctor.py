@@ -35,6 +35,12 @@ def test_a_finding_is_one_line_with_its_cure() -> None:
         (doctor.check_memory(8 * GIB, 0), Level.OK),
         (doctor.check_memory(8 * GIB, 2 * GIB), Level.OK),
         (doctor.check_memory(1 * GIB, 2 * GIB), Level.WARNING),
+        (doctor.check_exposure(Listen()), Level.OK),
+        (doctor.check_exposure(Listen("[::1]")), Level.OK),
+        (doctor.check_exposure(Listen("0.0.0.0")), Level.WARNING),
+        (doctor.check_exposure(Listen("0.0.0.0"), ["--grpc-use-ssl=0"]), Level.WARNING),
+        (doctor.check_exposure(Listen("0.0.0.0"), ["--grpc-use-ssl=1"]), Level.OK),
+        (doctor.check_exposure(Listen("10.1.2.3"), ["--grpc-use-ssl-mutual=true"]), Level.OK),
         (doctor.check_cores(1), Level.WARNING),
         (doctor.check_cores(2), Level.OK),
         (doctor.check_torch(None, None, 0), Level.WARNING),
@@ -95,12 +101,14 @@ def test_backends(server: Server) -> None:
 
 class TestPorts:
     def test_free(self) -> None:
-        assert [f.level for f in doctor.check_ports(Listen(http=0, grpc=0, metrics=0))] == [Level.OK]
+        assert [f.level for f in doctor.check_ports(Listen(http=0, grpc=0, metrics=0, health=0))] == [
+            Level.OK
+        ]
 
     def test_taken_names_the_option(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            [finding] = doctor.check_ports(Listen(http=0, grpc=port, metrics=0))
+            [finding] = doctor.check_ports(Listen(http=0, grpc=port, metrics=0, health=0))
         assert finding.level is Level.PROBLEM
         assert f"grpc port {port} on 127.0.0.1 is taken" in finding.what
         assert "--grpc-port" in finding.cure
@@ -109,7 +117,7 @@ class TestPorts:
         assert "port 8000 is given twice" in doctor.check_ports(Listen(http=8000, grpc=8000))[0].what
 
     def test_address_of_another_machine(self) -> None:
-        [finding] = doctor.check_ports(Listen("192.0.2.1", 8000, 0, 0))
+        [finding] = doctor.check_ports(Listen("192.0.2.1", 8000, 0, 0, 0))
         assert "cannot listen on 192.0.2.1, http port 8000" in finding.what
 
 

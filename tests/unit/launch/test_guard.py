@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tritone import guard
-from tritone.guard import Guard, Run
+from tritone.guard import Ended, Guard, Run
 
 SLEEPER = "import sys, time; print('up', flush=True); time.sleep(60)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPER
@@ -56,13 +56,13 @@ def test_finds_server_stubs_and_engines(prefix: str, start: Start) -> None:
 
 def test_asks_first(prefix: str, start: Start) -> None:
     server = start(SLEEPER, prefix)
-    assert guard.end(Run(server.pid, prefix, grace_s=5))
+    assert guard.end(Run(server.pid, prefix, grace_s=5)) == Ended(True, 0, 0)
     assert server.wait() == -signal.SIGTERM
 
 
 def test_kills_what_stays(prefix: str, start: Start) -> None:
     server, orphan = start(STUBBORN, prefix), start(STUBBORN, prefix)
-    assert not guard.end(Run(server.pid, prefix, grace_s=0.2))
+    assert guard.end(Run(server.pid, prefix, grace_s=0.2)) == Ended(False, 2, 0)
     assert (server.wait(), orphan.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
 
 
@@ -80,7 +80,7 @@ def test_removes_its_shared_memory_and_folder_only(
     for name in (f"{prefix}a", f"{prefix}b", "another"):
         (tmp_path / name).touch()
     (tmp_path / "run").mkdir()
-    guard.end(Run(2**22 + 1, prefix, 1, str(tmp_path / "run")))
+    assert guard.end(Run(2**22 + 1, prefix, 1, str(tmp_path / "run"))).regions == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["another"]
 
 

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +17,13 @@ from typing import Any
 import pytest
 from fake_machine import FAKE_TRITONSERVER, write_deploy, write_file
 
-from tritone import doctor, guard, serve, server_log
+from tritone import asked, doctor, guard, pipeline_watch, running_server, serve, server_log, supervisor
+from tritone.asked import Asked, ServeOptions
 from tritone.errors import ConfigError, TritoneError
-from tritone.serve import Asked, ServeOptions, State
+from tritone.pipeline_watch import State
 from tritone.server import Interpreter, Listen, Server
 
-FREE = Listen(http=0, grpc=0, metrics=0)
+FREE = Listen(http=0, grpc=0, metrics=0, health=0)
 
 
 class TestTargets:
@@ -125,10 +128,8 @@ def test_state_speaks_only_of_changes() -> None:
     assert state.note("gone") == "is not ready: gone"
     assert state.note("gone") is None
     assert state.down_s() > 0
-    assert not state.lost_stub
-    assert state.note("Stub process 'x' is not healthy") is not None
-    assert state.lost_stub
-    assert state.note(None) == "is ready again"
+    assert state.note("gone for good") == "is not ready: gone for good"
+    assert state.note(None) == "is ready again after 0.0 s"
     assert state.down_s() == 0
 
 
@@ -156,6 +157,17 @@ class Stage:
 
         threading.Thread(target=wait, daemon=True).start()
 
+    def until(self, line: str) -> None:
+        """Wait until a line that holds `line` was said."""
+        deadline = time.monotonic() + 20
+        while not any(line in said for said in self.lines):
+            assert time.monotonic() < deadline, self.lines
+            time.sleep(0.02)
+
+    def stamped(self) -> list[str]:
+        """What was said with the time."""
+        return [line.split(" ", 1)[1] for line in self.lines if line[2:3] == ":"]
+
     @property
     def server_pid(self) -> int:
         pid: int = json.loads((self.run / "ready.json").read_text())["pid"]
@@ -177,8 +189,9 @@ def stage(
     )
     real = replace(interpreter, library=None)  # the fake server is a Python that needs the real library
     monkeypatch.setattr(serve.Interpreter, "current", lambda: real)
-    monkeypatch.setattr(serve.RunningServer, "_ping", lambda self, name: stage.fault)
-    monkeypatch.setattr(serve, "PING_EVERY_S", 0.1)
+    monkeypatch.setattr(running_server.RunningServer, "ping", lambda self, name: stage.fault)
+    monkeypatch.setattr(pipeline_watch, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(supervisor, "BACKOFF_S", (0.05,))
     monkeypatch.setattr(guard, "LEAVE_S", 0.5)
     return stage
 
@@ -197,15 +210,22 @@ class TestServe:
         assert stage.lines == [str(trouble[0])]
 
     def test_serves_until_asked(self, stage: Stage) -> None:
-        stage.once("try:", stage.asked.note)
+        told = []
+
+        def read() -> None:
+            told.append(json.loads((stage.run / "ready.json").read_text()))
+            stage.asked.note()
+
+        stage.once("try:", read)
         assert stage.start() == 0
         said = "\n".join(stage.lines)
         assert "loaded echo after" in said
         assert "ready  echo after" in said
         assert "tritone chat" in said
-        ready = json.loads((stage.run / "ready.json").read_text())
+        [ready] = told
         assert ready["pipelines"] == ["echo"]
-        assert ready["grpc"] in said
+        assert ready["grpc"] in said and ready["health"] in said
+        assert not (stage.run / "ready.json").exists(), "it tells what is ready now"
         assert (stage.run / "models" / "echo" / "echo_writer" / "config.pbtxt").exists()
 
     def test_asked_while_loading(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,15 +243,58 @@ class TestServe:
         assert "failed to load 'echo_writer': no weights" in str(caught.value)
         assert str(stage.run / "server.log") in str(caught.value)
 
+    def test_a_crash_while_loading_is_tried_again(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FAKE_TRITON", "crash")
+
+        def recover() -> None:
+            monkeypatch.setenv("FAKE_TRITON", "")
+            stage.until("try:")
+            stage.asked.note()
+
+        stage.once("start", recover)
+        assert stage.start() == 0
+        assert "server: the server ended by SIGABRT while loading" in stage.stamped()
+
     def test_load_deadline_says_what_is_missing(self, stage: Stage) -> None:
         stage.fault = "stage writer is not ready: loading"
         with pytest.raises(TritoneError, match=r"not ready within 0.5 s \(echo: stage writer is not ready"):
             stage.start(load_timeout_s=0.5)
 
-    def test_killed_server(self, stage: Stage) -> None:
-        stage.once("try:", lambda: os.kill(stage.server_pid, signal.SIGKILL))
-        with pytest.raises(TritoneError, match="ended by SIGKILL while serving"):
+    def test_killed_server_starts_again(self, stage: Stage) -> None:
+        pids = []
+
+        def kill() -> None:
+            pids.append(stage.server_pid)
+            os.kill(pids[0], signal.SIGKILL)
+            stage.until("server is ready again")
+            pids.append(stage.server_pid)
+            stage.asked.note()
+
+        stage.once("try:", kill)
+        assert stage.start() == 0
+        assert len(set(pids)) == 2
+        said = stage.stamped()
+        assert said[0].startswith("server: the server ended by SIGKILL while serving")
+        assert said[1].startswith("server is cleaned away") and said[2] == "server starts again in 0.05 s"
+        logged = (stage.run / "server.log").read_text()
+        assert all(f" {line.splitlines()[0]}" in logged for line in said)
+        assert logged.count("successfully loaded 'echo'") == 2
+
+    def test_a_server_that_keeps_dying_is_given_up(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(supervisor, "MAX_FAILURES", 2)
+
+        def break_for_good() -> None:
+            monkeypatch.setenv("FAKE_TRITON", "fail")
+            os.kill(stage.server_pid, signal.SIGKILL)
+
+        stage.once("try:", break_for_good)
+        with pytest.raises(TritoneError, match="failed 3 times within 10 minutes, last: the server ended"):
             stage.start()
+        assert not (stage.run / "ready.json").exists()
 
     def test_state_changes_are_said_once(self, stage: Stage) -> None:
         def down_and_up() -> None:
@@ -243,25 +306,59 @@ class TestServe:
 
         stage.once("try:", down_and_up)
         assert stage.start() == 0
-        changes = [line.split(" ", 1)[1] for line in stage.lines if line[2:3] == ":"]
-        assert changes == ["echo is not ready: stage writer is not ready", "echo is ready again"]
+        down, up = stage.stamped()
+        assert down == "echo is not ready: stage writer is not ready"
+        assert up.startswith("echo is ready again after 0.")
 
-    def test_lost_stub_ends_the_run(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(serve, "STUB_PATIENCE_S", 0.3)
+    def test_health_follows_the_pipeline(self, stage: Stage) -> None:
+        seen = []
 
-        def lose() -> None:
-            stage.fault = "Stub process 'echo_0_0' is not healthy."
+        def look() -> None:
+            url = json.loads((stage.run / "ready.json").read_text())["health"]
+            seen.append(health(url, "/ready"))
+            stage.fault = "stage writer is not ready: it is gone"
+            stage.until("echo is not ready")
+            seen.append(health(url, "/ready/echo"))
+            seen.append(health(url, "/live"))
+            stage.asked.note()
 
-        stage.once("try:", lose)
-        with pytest.raises(TritoneError, match="echo has not been ready for"):
-            stage.start()
+        stage.once("try:", look)
+        assert stage.start() == 0
+        assert [status for status, _ in seen] == [200, 503, 200]
+        stages = seen[1][1]["pipelines"]["echo"]["stages"]
+        assert stages["writer"] == {"ready": False, "fault": "it is gone"} and stages["singer"]["ready"]
+
+    def test_asked_to_reload_it_serves_what_the_file_says(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        changes = []
+        run = running_server.RunningServer
+        monkeypatch.setattr(run, "drain", lambda self, deploy, why: True)
+        monkeypatch.setattr(
+            run, "exchange", lambda self, old, new, _: changes.append((old.max_in_flight, new.max_in_flight))
+        )
+        file = Path(stage.options.targets[0]) / "deploy.yaml"
+
+        def change() -> None:
+            good = file.read_text()
+            file.write_text(good + "max_in_flite: 3\n")
+            stage.asked.note_reload()
+            stage.until("did you mean 'max_in_flight'?")
+            file.write_text(good + "max_in_flight: 3\n")
+            stage.asked.note_reload()
+            stage.until("was loaded with digest")
+            stage.asked.note()
+
+        stage.once("try:", change)
+        assert stage.start() == 0
+        assert changes == [(32, 3)]
 
     def test_stubborn_server_is_killed(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FAKE_TRITON", "stubborn")
-        monkeypatch.setattr(serve, "GRACE_S", 0.5)
+        monkeypatch.setattr(running_server, "GRACE_S", 0.5)
         stage.once("try:", stage.asked.note)
         assert stage.start() == 0
-        assert "had to be killed" in stage.lines[-1]
+        assert "1 processes killed" in stage.lines[-1]
 
     def test_log_file_of_ones_own(self, stage: Stage, tmp_path: Path) -> None:
         stage.once("try:", stage.asked.note)
@@ -271,18 +368,32 @@ class TestServe:
             stage.start(log=str(tmp_path / "no" / "my.log"))
 
 
-def test_signals_are_counted() -> None:
-    asked = Asked()
+@pytest.mark.parametrize(("terminal", "ends", "reloads"), [(True, 2, False), (False, 1, True)])
+def test_signals_are_counted(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, ends: int, reloads: bool
+) -> None:
+    """A hang-up ends what has a terminal, and has a daemon read its files again."""
+    monkeypatch.setattr(asked, "has_terminal", lambda: terminal)
+    heard = Asked()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
-        asked.listen()
+        heard.listen()
+        os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGHUP)
-        assert asked.wait(1)
-        assert asked.times == 1
+        assert heard.wait(1)
+        assert (heard.times, heard.take_reload(), heard.take_reload()) == (ends, reloads, False)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def test_is_ready_of_nothing() -> None:
-    assert not serve.is_ready("http://127.0.0.1:9")
+    assert not running_server.is_ready("http://127.0.0.1:9")
+
+
+def health(url: str, page: str) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(url + page, timeout=5) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)

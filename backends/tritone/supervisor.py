@@ -1,0 +1,196 @@
+"""The supervisor of `tritone serve`: one server after another, until it is asked to end or gives up.
+
+    start ──► ready ──► watched ──► asked ──► drained ──► ended
+      ▲                    │
+      └── back-off ── cleaned ◄── it died, or a pipeline has a verdict
+
+What goes wrong and what is done about it is one line each, on the console and in the server's log.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from tritone import server_log
+from tritone.asked import Asked, ServeOptions
+from tritone.deploy import Deploy
+from tritone.errors import ConfigError, NotFound, TritoneError, suggestion
+from tritone.health import SERVING, Board
+from tritone.pipeline_watch import PipelineWatch
+from tritone.running_server import POLL_S, RunningServer, ServerCrashed
+from tritone.server import Listen
+
+BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # before each start that follows a failure
+MAX_FAILURES = 5  # within FAILURE_WINDOW_S; the next one ends the command
+FAILURE_WINDOW_S = 600.0
+
+
+class Supervisor:
+    """Runs on the main thread; `reload` may be called on any."""
+
+    def __init__(
+        self,
+        pipelines: Sequence[Deploy],
+        options: ServeOptions,
+        make: Callable[[Sequence[Deploy]], RunningServer],
+        reread: Callable[[], Sequence[Deploy]],
+        say: Callable[[str], None],
+        asked: Asked,
+    ) -> None:
+        """make: a server that is not started. reread: the deploy files, as they are now; raises ConfigError.
+
+        say: takes each line for the user.
+        """
+        self.board = Board({d.pipeline.name: [s.name for s in d.pipeline.stages] for d in pipelines})
+        self._pipelines: dict[str, Deploy] = {deploy.pipeline.name: deploy for deploy in pipelines}
+        self._options = options
+        self._make = make
+        self._reread = reread
+        self._say = say
+        self._asked = asked
+        self._run: RunningServer | None = None
+        self._watches: Mapping[str, PipelineWatch] = {}
+        self._failures: deque[float] = deque(maxlen=MAX_FAILURES + 1)  # time.monotonic()
+        self._down_since_s: float | None = None
+        self._announced = False
+
+    def run(self) -> None:
+        """Serve until asked to end. Raises TritoneError when the first start is refused, or too many fail."""
+        was_ready = False
+        while not self._asked.times:
+            run = self._run = self._make(list(self._pipelines.values()))
+            try:
+                run.start(self._say)
+                run.wait_ready(self._say, self._asked)
+                was_ready = was_ready or run.was_ready
+                self._serve(run)
+            except TritoneError as error:
+                if isinstance(error, ConfigError) or not (was_ready or isinstance(error, ServerCrashed)):
+                    raise
+                self._note_failure(error)
+            finally:
+                if self._asked.times:
+                    self.board.beat("shutting down")
+                watches, self._watches = self._watches, {}
+                for watch in watches.values():
+                    watch.stop()
+                ended = run.end(self._say, self._asked)
+                for watch in watches.values():
+                    watch.join()
+            if not self._asked.times:
+                self._note(f"server is cleaned away: {ended}")
+                self._pause()
+
+    def reload(self, pipeline: str) -> str:
+        """Serve what the deploy file of a pipeline says now, "" for all; what was done.
+
+        Raises TritoneError when that cannot be, and all is as before.
+        """
+        if pipeline and pipeline not in self._pipelines:
+            raise NotFound(f"pipeline '{pipeline}' is not served", suggestion(pipeline, self._pipelines))
+        fresh = {deploy.pipeline.name: deploy for deploy in self._reread()}
+        if set(fresh) != set(self._pipelines):
+            raise ConfigError(f"the files are of {', '.join(fresh)} now", "restart to serve other pipelines")
+        done = []
+        for name in [pipeline] if pipeline else list(fresh):
+            watch = self._watches.get(name)
+            if watch is None:
+                raise TritoneError("the server is not ready", "try again when it is")
+            done.append(watch.change(fresh[name]).result())
+            self._pipelines[name] = fresh[name]
+        return "; ".join(done)
+
+    # -- one server ------------------------------------------------------------------------------------------
+
+    def _serve(self, run: RunningServer) -> None:
+        """Watch a server until the end is asked for. Raises TritoneError when another one must be started."""
+        if self._asked.times:
+            return
+        self.board.beat(SERVING)
+        self._announce(run)
+        self._watches = {
+            name: PipelineWatch(run, deploy, self.board, self._note)
+            for name, deploy in self._pipelines.items()
+        }
+        for watch in self._watches.values():
+            watch.start()
+        while not self._asked.wait(POLL_S):
+            self.board.beat()
+            run.check_alive("while serving")
+            for watch in self._watches.values():
+                if watch.verdict is not None:
+                    raise watch.verdict
+            if self._asked.take_reload():
+                self._reload_all()
+
+    def _reload_all(self) -> None:
+        """What a signal asks for. The pipelines do it on threads of their own."""
+        try:
+            for deploy in self._reread():
+                watch = self._watches.get(deploy.pipeline.name)
+                if watch is not None:
+                    watch.change(deploy).add_done_callback(partial(self._note_reload, deploy))
+        except TritoneError as error:
+            self._note(f"reload: {error}")
+
+    def _note_reload(self, deploy: Deploy, done: Future[str]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._note(f"reload of {deploy.pipeline.name}: {error}")
+        else:
+            self._pipelines[deploy.pipeline.name] = deploy
+
+    # -- the next one ----------------------------------------------------------------------------------------
+
+    def _note_failure(self, error: TritoneError) -> None:
+        """Raises TritoneError when it was one too many."""
+        now = time.monotonic()
+        self._down_since_s = self._down_since_s or now
+        self._failures.append(now)
+        self._note(f"server: {error.what}")
+        recent = self._recent(now)
+        if recent > MAX_FAILURES:
+            minutes = FAILURE_WINDOW_S / 60
+            raise TritoneError(
+                f"the server failed {recent} times within {minutes:g} minutes, last: {error.what}", error.cure
+            )
+        self.board.beat("being restarted")
+
+    def _recent(self, now: float) -> int:
+        return sum(now - failure < FAILURE_WINDOW_S for failure in self._failures)
+
+    def _pause(self) -> None:
+        pause_s = BACKOFF_S[min(self._recent(time.monotonic()), len(BACKOFF_S)) - 1]
+        self._note(f"server starts again in {pause_s:g} s")
+        self._asked.wait(pause_s)
+
+    # -- words -----------------------------------------------------------------------------------------------
+
+    def _announce(self, run: RunningServer) -> None:
+        listen, names = self._options.listen, list(self._pipelines)
+        run.announce(listen.health_url)
+        if self._down_since_s is not None:
+            self._note(f"server is ready again after {time.monotonic() - self._down_since_s:.1f} s")
+            self._down_since_s = None
+        if self._announced:
+            return
+        self._announced = True
+        self._say(f"ready  {', '.join(names)} after {run.age_s:.1f} s")
+        self._say(
+            f"gRPC {listen.grpc_url}   HTTP {listen.http_url}   metrics {listen.metrics_url}   "
+            f"health {listen.health_url}/ready"
+        )
+        for name in names:
+            address = "" if listen.grpc_url == f"{Listen.host}:{Listen.grpc}" else f" --url {listen.grpc_url}"
+            self._say(f'try: tritone chat "Why is the sky blue?" --pipeline {name}{address}')
+
+    def _note(self, line: str) -> None:
+        """Say a line with the time, and keep it with the server's own."""
+        stamped = f"{time.strftime('%H:%M:%S')} {line}"
+        self._say(stamped)
+        if self._run is not None:
+            server_log.append(self._run.log_file, f"tritone serve: {stamped}")

@@ -1,0 +1,211 @@
+"""The parts of a soak run in which nothing breaks: load, limits, leaving and slow listeners."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import asdict, replace
+from typing import Protocol
+
+from soak_http import leave_at_first_sound
+from soak_listener import Job, all_of, listen
+from soak_report import Report, spread
+from soak_watch import Reading, processor_s, read, slopes
+from tritone_client import AsyncTritoneClient
+
+PIPELINE = "fake"
+QUIET_S = 5.0
+CHUNK_2_S = 100  # codec frames
+
+
+class Server(Protocol):
+    """What a part needs of one."""
+
+    process: object  # with a pid; everything of the server is below it
+    http_url: str
+
+    def client(self, pipeline: str) -> AsyncTritoneClient: ...
+
+
+def mixed_jobs(rng: random.Random, count: int, first_seed: int = 0) -> list[Job]:
+    """Answers of 3 to 40 words, quick and slow, with and without ballast between the stages."""
+    jobs = []
+    for seed in range(first_seed, first_seed + count):
+        words, frames = rng.randint(3, 40), rng.randint(1, 4)
+        prompt = f"words={words} frames_per_word={frames} pace_ms={rng.choice((0, 0, 1, 5))}"
+        if rng.random() < 0.3:
+            prompt += f" payload_bytes={rng.choice((100, 8192, 100_000))}"
+        jobs.append(Job(prompt, seed, rng.choice(("s16", "f32"))))
+    return jobs
+
+
+async def quiet(client: AsyncTritoneClient, report: Report) -> float:
+    """Seconds until no stage holds a session; a problem when some hold theirs for QUIET_S."""
+    began = time.monotonic()
+    while True:
+        stages = await client.ping(QUIET_S)
+        active = {
+            name: sum(engine.get("active", 0) for engine in state["engines"])
+            for name, state in stages.items()
+        }
+        if not any(active.values()):
+            return time.monotonic() - began
+        if time.monotonic() - began > QUIET_S:
+            report.problems.append(f"sessions are left: {active}")
+            return time.monotonic() - began
+        await asyncio.sleep(0.02)
+
+
+async def load(server: Server, requests: int = 2000, at_once: int = 64) -> Report:
+    report = Report("a", f"{requests} requests, {at_once} at a time")
+    async with server.client(PIPELINE) as client:
+        began, worked_s = time.monotonic(), processor_s(server.process.pid)
+        outcomes = await all_of(client, mixed_jobs(random.Random(1), requests), at_once)
+        wall_s, worked_s = time.monotonic() - began, processor_s(server.process.pid) - worked_s
+        await quiet(client, report)
+    report.judge(outcomes)
+    report.require(report.figures.get("exact") == requests, f"not {requests} exact answers")
+    report.figures |= {
+        "frames, each accounted for": sum(outcome.frames for outcome in outcomes),
+        "wall_s": wall_s,
+        "requests_per_s": requests / wall_s,
+        "processor_ms_per_request": 1000 * worked_s / requests,
+        "first_sound_s": spread(outcome.first_s for outcome in outcomes if outcome.first_s is not None),
+        "answer_s": spread(outcome.total_s for outcome in outcomes),
+    }
+    return report
+
+
+async def memory(
+    server: Server,
+    requests: int = 5000,
+    aborted: int = 1000,
+    warm_up: int = 500,
+    at_once: int = 32,
+    allowed_kib: float = 0.1,
+) -> Report:
+    """allowed_kib: growth a request that is no problem, whatever its error."""
+    report = Report("b", f"memory over {requests} requests, {aborted} of them left at random points")
+    rng = random.Random(2)
+    leaving = set(rng.sample(range(requests), aborted))
+    jobs = [
+        replace(job, leave_after_s=rng.uniform(0.001, 0.3)) if number in leaving else job
+        for number, job in enumerate(mixed_jobs(rng, requests, first_seed=warm_up))
+    ]
+    block = max(requests // 50, at_once)
+    counts, readings = [], list[Reading]()
+    async with server.client(PIPELINE) as client:
+        report.judge(await all_of(client, mixed_jobs(rng, warm_up), at_once))
+        report.figures.clear()
+        for begin in range(0, requests, block):
+            outcomes = await all_of(client, jobs[begin : begin + block], at_once)
+            report.judge(outcomes, ("exact", "left"))
+            await quiet(client, report)
+            counts.append(begin + len(outcomes))
+            readings.append(read(server.process.pid))
+    first, last = readings[0], readings[-1]
+    report.series = [[count, asdict(reading)] for count, reading in zip(counts, readings, strict=True)]
+    half = len(counts) // 2
+    late = slopes(counts[half:], readings[half:])
+    for name, found in slopes(counts, readings).items():
+        report.figures[f"{name}, KiB a request"] = f"{found}; of the last half {late[name]}"
+        exceeds = late[name].exceeds(allowed_kib)
+        report.require(not exceeds, f"{name} grows by {late[name]} KiB a request, still in the last half")
+    held = sum(first.rss_kib.values()), sum(last.rss_kib.values())
+    report.figures["all processes, MiB"] = f"{held[0] / 1024:.1f} -> {held[1] / 1024:.1f}"
+    report.figures["/dev/shm, MiB"] = f"{first.shm_kib / 1024:.1f} -> {last.shm_kib / 1024:.1f}"
+    report.figures["descriptors"] = f"{first.descriptors} -> {last.descriptors}"
+    report.figures["threads"] = f"{first.threads} -> {last.threads}"
+    return report
+
+
+async def aborts(server: Server, aborted: int = 1000, by_http: int = 200, at_once: int = 16) -> Report:
+    report = Report("c", f"{aborted} + {by_http} (HTTP) listeners leave after the first chunk, then 10 stay")
+    prompt = "words=400 pace_ms=5"
+    async with server.client(PIPELINE) as client:
+        began = time.monotonic()
+        leavers = [Job(prompt, seed, leave_after_chunks=1) for seed in range(aborted)]
+        report.judge(await all_of(client, leavers, at_once), ("left",))
+        for begin in range(0, by_http, at_once):
+            seeds = range(begin, min(begin + at_once, by_http))
+            heard = await asyncio.gather(
+                *(leave_at_first_sound(server.http_url, PIPELINE, prompt, seed) for seed in seeds)
+            )
+            report.require(all(heard), "a listener over HTTP heard nothing")
+        report.figures["wall_s"] = time.monotonic() - began
+        report.figures["stages_free_after_s"] = await quiet(client, report)
+        report.judge(await all_of(client, mixed_jobs(random.Random(3), 10, aborted), 10))
+    report.require(report.figures.get("left") == aborted, f"not {aborted} left")
+    report.require(report.figures.get("exact") == 10, "not 10 exact answers after them")
+    return report
+
+
+async def admission(server: Server, times: int = 4) -> Report:
+    """`max_in_flight` of the pipeline, and so many times as many requests at once."""
+    async with server.client(PIPELINE) as client:
+        limit = int((await client.limits())["max_in_flight"])
+        report = Report("d", f"{times * limit} requests at once, {limit} allowed")
+        jobs = [Job("words=30 pace_ms=100", seed) for seed in range(times * limit)]
+        outcomes = await all_of(client, jobs, len(jobs))
+        report.figures["stages_free_after_s"] = await quiet(client, report)
+    report.judge(outcomes, ("exact", "refused"))
+    refused = [outcome for outcome in outcomes if outcome.kind == "refused"]
+    report.require(report.figures.get("exact") == limit, f"not {limit} exact answers")
+    named = sum(f"max_in_flight is {limit}" in outcome.detail for outcome in refused)
+    report.require(named == len(refused), "a refusal does not name the limit")
+    report.figures["refused_after_s"] = spread(outcome.total_s for outcome in refused)
+    return report
+
+
+async def paced(server: Server, listeners: int = 16, chunks: int = 5, pace: float = 1.0) -> Report:
+    """pace: of a listener's clock; 1 plays sound as it is."""
+    report = Report("f", f"{listeners} listeners play {chunks} chunks of 2 s")
+    sizes = {"initial_codec_chunk_frames": CHUNK_2_S, "codec_chunk_frames": CHUNK_2_S}
+    prompt = f"words={chunks * CHUNK_2_S // 4} frames_per_word=4 pace_ms=1"
+    jobs = [Job(prompt, seed, pace=pace, parameters=sizes) for seed in range(listeners)]
+    async with server.client(PIPELINE) as client:
+        outcomes = await all_of(client, jobs, listeners)
+        await quiet(client, report)
+    report.judge(outcomes)
+    report.require(report.figures.get("exact") == listeners, f"not {listeners} exact answers")
+    report.figures["answer_s"] = spread(outcome.total_s for outcome in outcomes)
+    report.figures["chunks"] = sum(outcome.chunks for outcome in outcomes)
+    return report
+
+
+async def slow(server: Server, seconds: float = 60.0, readers: int = 4) -> Report:
+    """Each reads a chunk a second of a stage that makes 50 in a second: half a second of sound each."""
+    report = Report("g", f"{readers} readers of a chunk a second, made at 50 a second, for {seconds:g} s")
+    sizes = {"initial_codec_chunk_frames": 25, "codec_chunk_frames": 25}
+    prompt = "words=100000 frames_per_word=25 pace_ms=20"
+    jobs = [
+        Job(prompt, seed, leave_after_s=seconds, pause_s=1.0, parameters=sizes) for seed in range(readers)
+    ]
+    async with server.client(PIPELINE) as client:
+        report.judge(await all_of(client, mixed_jobs(random.Random(4), 8 * readers), 2 * readers))
+        report.figures.clear()
+        before, made = read(server.process.pid), await _frames_made(client)
+        listening = asyncio.gather(*(listen(client, job) for job in jobs))
+        most: dict[str, float] = {}
+        while not listening.done():
+            await asyncio.wait({listening}, timeout=seconds / 30)
+            now = read(server.process.pid)
+            for name, kib in {**now.rss_kib, "/dev/shm": now.shm_kib}.items():
+                most[name] = max(most.get(name, 0.0), kib)
+        outcomes = await listening
+        made = await _frames_made(client) - made
+        report.figures["stages_free_after_s"] = await quiet(client, report)
+    report.judge(outcomes, ("left",))
+    report.figures["chunks read"] = sum(outcome.chunks for outcome in outcomes)
+    report.figures["chunks made"] = made // 25
+    for name, held in {**before.rss_kib, "/dev/shm": before.shm_kib}.items():
+        if name in most:
+            report.figures[f"{name}, MiB at most"] = f"{held / 1024:.1f} -> {most[name] / 1024:.1f}"
+    grown = sum(most.values()) - sum(before.rss_kib.values()) - before.shm_kib
+    report.figures["growth, MiB a reader"] = grown / 1024 / readers
+    return report
+
+
+async def _frames_made(client: AsyncTritoneClient) -> int:
+    return sum(engine["frames"] for engine in (await client.ping())["wave"]["engines"])

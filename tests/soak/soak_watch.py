@@ -1,0 +1,122 @@
+"""What the processes of a server hold: memory, shared memory, descriptors, threads; and whether it grows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+PROC = Path("/proc")
+PAGE_KIB = os.sysconf("SC_PAGE_SIZE") / 1024
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One look at a process tree."""
+
+    rss_kib: dict[str, float]  # by process, resident pages that are its own
+    shm_kib: float  # files in /dev/shm that the tree has mapped
+    descriptors: int
+    threads: int
+
+
+def tree(root: int) -> dict[int, str]:
+    """Process ids of `root` and all below it, each with a name that a reader knows."""
+    parents: dict[int, int] = {}
+    for entry in PROC.iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found, frontier = {root}, {root}
+    while frontier:
+        frontier = {pid for pid, parent in parents.items() if parent in frontier} - found
+        found |= frontier
+    return {pid: name for pid in sorted(found) if (name := _name(pid))}
+
+
+def engines(root: int) -> dict[int, str]:
+    """The engine processes below `root`: id to what they host."""
+    return {pid: name for pid, name in tree(root).items() if name.startswith("engine ")}
+
+
+def _name(pid: int) -> str:
+    """ "" when the process is gone or a zombie."""
+    try:
+        words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    stages = next((word.partition("=")[2] for word in words if word.startswith("--stages=")), None)
+    if stages is not None:
+        return f"engine {stages}"
+    line = " ".join(words).strip()
+    if "triton_python_backend_stub" in line:
+        match = re.search(r"/models/[^/ ]+/([^/ ]+)/\d+/|/([^/ ]+)/1/model\.py", line)
+        return f"stub {next(filter(None, match.groups())) if match else pid}"
+    for part, name in (("bin/tritonserver", "tritonserver"), ("tritone serve", "tritone serve")):
+        if part in line:
+            return name
+    return Path(words[0]).name if line else ""
+
+
+def read(root: int) -> Reading:
+    """Processes that end meanwhile are left out."""
+    rss, shm, descriptors, threads = {}, set[str](), 0, 0
+    for pid, name in tree(root).items():
+        folder = PROC / str(pid)
+        with contextlib.suppress(OSError):
+            resident, shared = map(int, (folder / "statm").read_text().split()[1:3])
+            maps = (folder / "maps").read_text()
+            descriptors += len(list((folder / "fd").iterdir()))
+            threads += len(list((folder / "task").iterdir()))
+            key = name if name not in rss else f"{name} {pid}"
+            rss[key] = (resident - shared) * PAGE_KIB
+            shm |= set(re.findall(r"/dev/shm/\S+", maps))
+    sizes = [os.stat(file).st_blocks / 2 for file in shm if Path(file).exists()]
+    return Reading(rss, sum(sizes), descriptors, threads)
+
+
+def processor_s(root: int) -> float:
+    """Seconds of processor time that the processes below `root` that live have taken."""
+    ticks = 0
+    for pid in tree(root):
+        with contextlib.suppress(OSError):
+            fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Growth by least squares, and its standard error."""
+
+    per_request: float
+    error: float
+
+    def exceeds(self, allowed: float) -> bool:
+        """Growth that is more than three standard errors and more than is allowed."""
+        return self.per_request > max(3 * self.error, allowed)
+
+    def __str__(self) -> str:
+        return f"{self.per_request:+.3f} ± {self.error:.3f}"
+
+
+def slope(requests: Iterable[float], values: Iterable[float]) -> Slope:
+    """Values over the number of requests so far. Needs three points or more."""
+    x, y = np.asarray(list(requests), float), np.asarray(list(values), float)
+    x = x - x.mean()
+    per_request = float(x @ y / (x @ x))
+    left = y - y.mean() - per_request * x
+    error = float(np.sqrt(left @ left / (len(x) - 2) / (x @ x)))
+    return Slope(per_request, error)
+
+
+def slopes(requests: list[int], readings: list[Reading]) -> dict[str, Slope]:
+    """Of every process that was there from the first reading to the last, and of /dev/shm; KiB a request."""
+    names = set.intersection(*(set(reading.rss_kib) for reading in readings))
+    found = {name: slope(requests, [reading.rss_kib[name] for reading in readings]) for name in sorted(names)}
+    return {**found, "/dev/shm": slope(requests, [reading.shm_kib for reading in readings])}

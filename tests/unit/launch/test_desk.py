@@ -1,0 +1,65 @@
+"""`tritone reload` finds the one `tritone serve` that is meant, and hears what came of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tritone import desk
+from tritone.desk import Desk, ask_reload
+from tritone.errors import ConfigError, NotFound, TritoneError
+
+
+def reload(pipeline: str) -> str:
+    if pipeline == "broken":
+        raise NotFound("pipeline 'broken' is not served", "known: echo")
+    return f"{pipeline or 'every pipeline'} was loaded"
+
+
+@pytest.fixture(autouse=True)
+def own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other `tritone serve` of this user are not meant."""
+    monkeypatch.setattr(desk, "PREFIX", f"tritone-test/{os.getpid()}/serve/")
+
+
+@pytest.fixture
+def served() -> Iterator[Desk]:
+    served = Desk(reload)
+    yield served
+    served.close()
+
+
+@pytest.mark.parametrize("pid", [None, os.getpid()])
+def test_what_was_done(served: Desk, pid: int | None) -> None:
+    assert ask_reload("echo", pid) == "echo was loaded"
+    assert ask_reload("", pid) == "every pipeline was loaded"
+
+
+def test_what_is_refused(served: Desk) -> None:
+    with pytest.raises(NotFound, match="'broken' is not served; known: echo") as caught:
+        ask_reload("broken")
+    assert caught.value.cure == "known: echo"
+
+
+def test_nothing_runs() -> None:
+    with pytest.raises(ConfigError, match="no `tritone serve` runs here; start one"):
+        ask_reload("echo")
+
+
+def test_several_run(served: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {f"{desk.PREFIX}{pid}" for pid in (1, 2)}
+    monkeypatch.setattr(desk, "listening", lambda prefix: names)
+    with pytest.raises(ConfigError, match="2 `tritone serve` run here; give --pid, one of 1, 2"):
+        ask_reload("echo")
+    with pytest.raises(ConfigError, match="runs as process 3; running are 1, 2"):
+        ask_reload("echo", 3)
+    with pytest.raises(TritoneError, match="did not answer"):
+        ask_reload("echo", 2)
+
+
+def test_a_closed_desk_is_gone() -> None:
+    Desk(reload).close()
+    with pytest.raises(ConfigError, match="no `tritone serve`"):
+        ask_reload("echo")
