@@ -154,8 +154,9 @@ class AsyncTritoneClient:
         call = self._grpc.stream_infer(
             request.as_stream(self.pipeline),
             stream_timeout=request.client_timeout_s,
-            # Without it Triton reports an error as a bare string, without its code.
-            headers={**self._headers, "triton_grpc_error": "true"},
+            # Not `triton_grpc_error`, which ends a stream with a status: a 2.51 server may crash at that. The
+            # code of an error stands in its message.
+            headers=self._headers,
         )
         try:
             async for result, error in call:

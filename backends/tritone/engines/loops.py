@@ -26,7 +26,7 @@ import numpy as np
 from tritone import wire
 from tritone.connectors.base import Connector, Delivery, Key
 from tritone.engines.base import BatchEngine, Chunk, Delta, Engine, Value, Values
-from tritone.errors import TritoneError, Unavailable
+from tritone.errors import EngineLost, TritoneError, Unavailable
 
 log = logging.getLogger("tritone.engine")
 
@@ -346,7 +346,7 @@ class StageLoop(Loop):
                 self._deliver([Delta(session, error=Unavailable(what, "try again"))])
 
     def _consumer_gone(self) -> TritoneError:
-        return Unavailable(f"the stage after {self.model} went away", "try again")
+        return EngineLost(f"the stage after {self.model} went away", "try again")
 
     def _logged(self, error: Exception, where: str) -> TritoneError:
         log.exception("stage %s: %s failed", self.model, where)

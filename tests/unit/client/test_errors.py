@@ -67,7 +67,7 @@ async def test_server_errors_map_to_the_tree(triton, status, message, kind, code
     assert type(caught.value) is kind
     assert caught.value.code == code
     assert text in str(caught.value) and "TRITONE_" not in str(caught.value)
-    assert triton.requests[0].metadata["triton_grpc_error"] == "true"
+    assert "triton_grpc_error" not in triton.requests[0].metadata, "a server of 2.51 may crash at it"
 
 
 def test_an_error_string_of_a_stream_keeps_its_code():

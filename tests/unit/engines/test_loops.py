@@ -219,7 +219,7 @@ def test_a_session_whose_chunks_can_never_be_complete_fails(stage):
     stage.hand.arrived("s")
     stage.turn()
     (failure,) = stage.inboxes.sent
-    assert (failure.session, failure.code, failure.what) == ("s", "UNAVAILABLE", "the stage before is dead")
+    assert (failure.session, failure.code, failure.what) == ("s", "ENGINE_LOST", "the stage before is dead")
     assert stage.loop.stats()["sessions"] == 1
 
 
