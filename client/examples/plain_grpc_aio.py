@@ -25,11 +25,12 @@ async def main(url: str, question: str, out: str, stop_after_s: float | None) ->
 
     chunks = []
     async with grpcclient.InferenceServerClient(url) as client:
-        # With this header an error closes the stream with its gRPC status, so: one request per stream.
-        responses = client.stream_infer(one_request(), headers={"triton_grpc_error": "true"})
+        responses = client.stream_infer(one_request())
         try:
             async with asyncio.timeout(stop_after_s):
-                async for result, _error in responses:
+                async for result, error in responses:
+                    if error is not None:
+                        raise SystemExit(error.message())  # TRITONE_<CODE>: what is wrong; what to do
                     print(b"".join(result.as_numpy("text_output")).decode(), end="", flush=True)
                     event = result.as_numpy("event")[0].decode()
                     if event == "audio":

@@ -28,11 +28,7 @@ def main(url: str, question: str, out: str) -> None:
     responses: queue.SimpleQueue = queue.SimpleQueue()
 
     with grpcclient.InferenceServerClient(url) as client:
-        # With this header an error closes the stream with its gRPC status, so: one request per stream.
-        client.start_stream(
-            callback=lambda result, error: responses.put((result, error)),
-            headers={"triton_grpc_error": "true"},
-        )
+        client.start_stream(callback=lambda result, error: responses.put((result, error)))
         try:
             client.async_stream_infer(
                 "smoltalk",
@@ -47,7 +43,7 @@ def main(url: str, question: str, out: str) -> None:
             while True:
                 result, error = responses.get()
                 if error is not None:
-                    raise SystemExit(f"{error.status()}: {error.message()}")
+                    raise SystemExit(error.message())  # TRITONE_<CODE>: what is wrong; what to do
                 print(b"".join(result.as_numpy("text_output")).decode(), end="", flush=True)
                 event = result.as_numpy("event")[0].decode()
                 if event == "audio":

@@ -144,8 +144,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             self.max_running = max(self.max_running, self._num_running)
             try:
                 async for response in self._answers(request):
-                    # What a pipeline reports comes as a string in the stream, other faults as its status.
-                    if isinstance(response, Fail) and "TRITONE_" not in response.message:
+                    # What a pipeline reports comes as a string in the stream, unless asked otherwise.
+                    strict = request.metadata.get("triton_grpc_error") == "true"
+                    if isinstance(response, Fail) and (strict or "TRITONE_" not in response.message):
                         await context.abort(response.status, response.message)
                     elif isinstance(response, Fail):
                         error = service_pb2.ModelStreamInferResponse(error_message=response.message)
