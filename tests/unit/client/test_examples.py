@@ -64,7 +64,7 @@ def test_plain_examples_report_errors(triton, monkeypatch, name):
     import grpc
 
     triton.script = [Text("a"), Fail(grpc.StatusCode.UNAVAILABLE, "TRITONE_UNAVAILABLE: busy; later")]
-    with pytest.raises(SystemExit, match="^TRITONE_UNAVAILABLE: busy; later"):
+    with pytest.raises(SystemExit, match=r"^TRITONE_UNAVAILABLE: busy; later"):
         run_example(monkeypatch, name, "--url", triton.url)
 
 
