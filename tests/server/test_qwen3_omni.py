@@ -80,13 +80,15 @@ async def engines(client):
 
 
 async def sessions_left(client, within_s=0.5):
-    """Sessions that stages still hold; those of an ended request must be gone within half a second."""
+    """What stages and connectors still hold of sessions; of an ended request nothing after half a second."""
+    kinds = ("active", "sessions", "connector_streams", "connector_queued_bytes", "connector_in_flight_bytes")
     end = time.monotonic() + within_s
-    while (left := sum(engine["active"] for engine in (await engines(client)).values())) and (
-        time.monotonic() < end
-    ):
+    while True:
+        stages = await engines(client)
+        left = sum(engine.get(kind, 0) for engine in stages.values() for kind in kinds)
+        if not left or time.monotonic() >= end:
+            return left
         await asyncio.sleep(0.02)
-    return left
 
 
 # -- equal to the reference --------------------------------------------------------------------------------
@@ -231,6 +233,23 @@ async def test_a_speech_without_a_single_frame(server):
         assert await sessions_left(client) == 0
 
 
+async def test_a_prompt_that_fills_the_context_but_for_one_token(server):
+    """4,095 tokens of prompt leave one for the answer; one more is refused."""
+    spoken = {"thinker": {"temperature": 0, "max_tokens": 100}, "talker": {"temperature": 0}}
+    async with server.client(PIPELINE) as client:
+
+        async def asked(length):
+            messages = [{"role": "user", "content": "0" * length}]
+            return await ask(client, CASES["text"], messages=messages, sampling=spoken, modalities="text")
+
+        frame_tokens = (await asked(1)).done.usage["prompt_tokens"] - 1
+        answer = await asked(4095 - frame_tokens)
+        assert answer.done.usage["prompt_tokens"] == 4095 and answer.done.usage["completion_tokens"] == 1
+        assert answer.done.finish_reasons == {"text": "length"}
+        with pytest.raises(InvalidRequest, match="messages has 4096 tokens"):
+            await asked(4096 - frame_tokens)
+
+
 async def test_a_stop_string_ends_text_and_speech(server):
     text = oracle.answer("cut").text
     stop = text[len(text) // 2 :][:3]
@@ -274,7 +293,7 @@ def held_resources(server):
         folder = Path(f"/proc/{server.engine_pid(stage)}/fd")
         links = [os.readlink(link) for link in folder.iterdir() if link.is_symlink()]
         counts[stage] = (len(links), sum("memfd:tritone" in link for link in links))
-    counts["shm"] = len(list(Path("/dev/shm").iterdir()))
+    counts["shm"] = sum(str(server.server_pid) in path.name for path in Path("/dev/shm").iterdir())
     return counts
 
 
@@ -283,22 +302,26 @@ async def test_leaving_in_any_phase_frees_every_stage_within_half_a_second(serve
     case = CASES["video"] if phase == "media" else CASES["stops"]
     options = {**options_of(case), "sampling": ENDLESS}
     async with server.client(PIPELINE) as client:
-        await ask(client, CASES["text"])  # every connection that stays is open now
+        await ask(client, CASES["text"])
+        await _leave(client, options, phase)
         assert await sessions_left(client) == 0
-        before = held_resources(server)
+        before = held_resources(server)  # every connection that stays is open now, that for a cancel too
         for _ in range(3):
-            stream = client.stream(None, **options)
-            task = asyncio.create_task(
-                _read_until(stream, {"text": TextDelta, "speech": AudioChunk}.get(phase))
-            )
-            if phase in ("media", "prompt"):
-                await asyncio.sleep(0.05)
-                task.cancel()
-            await asyncio.wait({task})
-            await stream.aclose()
+            await _leave(client, options, phase)
             assert await sessions_left(client) == 0
         assert held_resources(server) == before
         assert_equal(await ask(client, CASES["text"]), "text")
+
+
+async def _leave(client, options, phase):
+    """Ask, and hang up when the answer is in this phase."""
+    stream = client.stream(None, **options)
+    task = asyncio.create_task(_read_until(stream, {"text": TextDelta, "speech": AudioChunk}.get(phase)))
+    if phase in ("media", "prompt"):
+        await asyncio.sleep(0.05)
+        task.cancel()
+    await asyncio.wait({task})
+    await stream.aclose()
 
 
 async def _read_until(stream, kind):

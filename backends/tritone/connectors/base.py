@@ -282,6 +282,11 @@ class Receiver:
         self._limits = limits
         self._sessions: dict[str, _Arrivals] = {}
 
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are expected."""
+        return len(self._sessions)
+
     def expect(self, session: str) -> None:
         self._sessions[session] = _Arrivals()
 

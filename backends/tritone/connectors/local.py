@@ -281,6 +281,7 @@ class LocalConnector(Connector):
         with self._lock:
             outlets = [outlet for outlet, _ in self._outlets.values()]
             return {
+                "connector_streams": len(outlets) + self._receiver.num_sessions,
                 "connector_chunks_put": self._num_put,
                 "connector_queued_bytes": sum(outlet.queued_bytes for outlet in outlets),
                 "connector_in_flight_bytes": sum(outlet.in_flight_bytes for outlet in outlets),

@@ -69,17 +69,18 @@ class Draw:
         self._is_greedy = not drawn
         if self._is_greedy:
             return
-        self._filters = _Filters.of([rows[i] for i in drawn], vocabulary, device)
+        self._filters = _Filters.of([rows[i] for i in drawn], device)
         self._has_min_p = any(settings[i].min_p for i in drawn)
         limited = [at for at, i in enumerate(drawn) if 0 < settings[i].top_k < vocabulary]
         others = [at for at in range(len(drawn)) if at not in limited]
         nucleus = [at for at in others if settings[drawn[at]].top_p < 1.0]
-        self._limited, self._nucleus = limited, nucleus
+        self._nucleus = nucleus
         self._whole = [at for at in others if at not in nucleus]
-        self._most = max((settings[drawn[at]].top_k for at in limited), default=0)
-        self._limited_filters = self._filters.select(limited)
-        ranks = torch.arange(self._most, device=device)
-        self._beyond = ranks >= self._limited_filters.top_k  # bool [limited, most]: what top-k leaves out
+        # Each top-k for itself: which of several equal logits come in depends on how many are taken.
+        by_top_k: dict[int, list[int]] = {}
+        for at in limited:
+            by_top_k.setdefault(settings[drawn[at]].top_k, []).append(at)
+        self._limited = [_Limited(top_k, at, self._filters.select(at)) for top_k, at in by_top_k.items()]
         self._nucleus_filters = self._filters.select(nucleus)
         self._noise: dict[int, Tensor] = {}  # float64 [rows drawn, V]
         if codebooks:
@@ -102,11 +103,11 @@ class Draw:
         scaled = logits / filters.temperature
         if self._has_min_p:
             scaled.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + filters.log_min_p, -math.inf)
-        if len(self._limited) == len(logits):
-            return self._draw_limited(scaled, codebook)
+        if self._limited and len(self._limited[0].rows) == len(logits):
+            return self._draw_limited(scaled, self._limited[0], codebook)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        if self._limited:
-            tokens[self._limited] = self._draw_limited(scaled[self._limited], codebook)
+        for limited in self._limited:
+            tokens[limited.rows] = self._draw_limited(scaled[limited.rows], limited, codebook)
         whole = list(self._whole)
         if self._nucleus:
             among = scaled[self._nucleus]
@@ -121,12 +122,11 @@ class Draw:
             tokens[whole] = _draw_whole(scaled[whole], filters.select(whole), codebook)
         return tokens
 
-    def _draw_limited(self, scaled: Tensor, codebook: int) -> Tensor:
-        """Draw, int64 [K], for the rows with a top-k; scaled: [K, V]."""
-        best, some = scaled.topk(self._most), self._limited_filters
-        scores = best.values.masked_fill_(self._beyond, -math.inf)
-        scores = _top_p(scores, scores.logsumexp(-1, keepdim=True), some.top_p)
-        return self._draw_ranked(scores, best.indices, some, self._limited, codebook)
+    def _draw_limited(self, scaled: Tensor, limited: _Limited, codebook: int) -> Tensor:
+        """Draw, int64 [K], for rows with the same top-k; scaled: [K, V]."""
+        best = scaled.topk(limited.top_k)
+        scores = _top_p(best.values, best.values.logsumexp(-1, keepdim=True), limited.filters.top_p)
+        return self._draw_ranked(scores, best.indices, limited.filters, limited.rows, codebook)
 
     def _draw_ranked(
         self, scores: Tensor, tokens: Tensor, filters: _Filters, rows: list[int], codebook: int
@@ -233,13 +233,12 @@ class _Filters:
 
     temperature: Tensor  # float32 [B, 1]
     log_min_p: Tensor  # float32 [B, 1]; -inf without min-p
-    top_k: Tensor  # int64 [B, 1]; the size of the vocabulary without top-k
     top_p: Tensor  # float32 [B, 1]
     seeds: Tensor  # int64 [B]
     positions: Tensor  # int64 [B]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], vocabulary: int, device: torch.device) -> _Filters:
+    def of(cls, rows: Sequence[Row], device: torch.device) -> _Filters:
         settings = [row.sampling for row in rows]
 
         def column(values: Sequence[float]) -> Tensor:
@@ -248,7 +247,6 @@ class _Filters:
         return cls(
             temperature=column([s.temperature for s in settings]),
             log_min_p=column([math.log(s.min_p) if s.min_p else -math.inf for s in settings]),
-            top_k=column([s.top_k or vocabulary for s in settings]),
             top_p=column([s.top_p for s in settings]),
             seeds=torch.tensor([s.seed or 0 for s in settings], device=device),
             positions=torch.tensor([row.position for row in rows], device=device),
@@ -256,3 +254,12 @@ class _Filters:
 
     def select(self, rows: Sequence[int]) -> _Filters:
         return _Filters(**{name: values[rows] for name, values in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class _Limited:
+    """Rows with the same top-k."""
+
+    top_k: int
+    rows: list[int]  # among those that are drawn
+    filters: _Filters

@@ -219,6 +219,12 @@ class SlotEngine(Engine, Generic[S]):
         self.abort(session)
         self._refused.append(Delta(session, error=error))
 
+    def _run_out(self) -> None:
+        """Step until nothing is left of a warm-up, which then counts for nothing."""
+        while self.has_work:
+            self.step()
+        self._counts = dict.fromkeys(self._counts, 0)
+
     # -- inside a step --------------------------------------------------------------------------------------
 
     def _start_waiting(self) -> list[Delta]:

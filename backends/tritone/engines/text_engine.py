@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tritone.engines.base import Delta, Value
+from tritone.engines.base import Delta, Value, Values
 from tritone.engines.slot_engine import SlotEngine, SlotOptions, SlotSession
-from tritone.errors import InvalidRequest
+from tritone.errors import ConfigError, InvalidRequest
 from tritone.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -93,6 +93,21 @@ class TextEngine(SlotEngine[T], Generic[T]):
     def _extras(self, session: T, token: int, text: str, finished: bool) -> dict[str, Value]:
         """Outputs beside the text that a drawn token gives."""
         return {}
+
+    def _greet(self, inputs: Values) -> None:
+        """Touch every weight by a greeting, and leave the system prompt in a slot for the first caller.
+
+        ConfigError when even that has no place in the context.
+        """
+        try:
+            self.add_request("warm-up", inputs, {"sampling": {"max_tokens": 2, "ignore_eos": True}})
+        except InvalidRequest as error:
+            most = self._slot_options.max_context_tokens
+            raise ConfigError(
+                f"max_context_tokens is {most}, too few for a greeting ({error.what})",
+                "give more, or a shorter system_prompt",
+            ) from None
+        self._run_out()
 
     # -- inside a step --------------------------------------------------------------------------------------
 

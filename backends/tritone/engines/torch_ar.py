@@ -15,7 +15,7 @@ from tritone.engines.chat import Conversation
 from tritone.engines.slot_engine import SlotOptions
 from tritone.engines.text_engine import TextEngine, TextSession
 from tritone.engines.torch_setup import prepared_torch
-from tritone.errors import ConfigError, InvalidRequest, TritoneError
+from tritone.errors import InvalidRequest, TritoneError
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TorchEngine(TextEngine[_Session]):
         )
         super().__init__(options, decoder, ChatTokenizer(placement.checkpoint), options.prefix_cache)
         self._options = options
-        self._warm_up()
+        self._greet({"messages": '[{"role": "user", "content": "Hello"}]'})
 
     def add_request(self, session: str, inputs: Values, settings: Mapping[str, Any]) -> None:
         self._check_room(session)
@@ -96,18 +96,3 @@ class TorchEngine(TextEngine[_Session]):
         """Let a session with a complete conversation wait for a slot."""
         messages = session.conversation.messages(self._options.system_prompt)
         self._ready(session, self._tokenizer.prompt(messages))
-
-    def _warm_up(self) -> None:
-        """Touch every weight, and leave the system prompt in a slot for the first caller."""
-        greeting = {"messages": '[{"role": "user", "content": "Hello"}]'}
-        try:
-            self.add_request("warm-up", greeting, {"sampling": {"max_tokens": 2, "ignore_eos": True}})
-        except InvalidRequest as error:
-            most = self._options.max_context_tokens
-            raise ConfigError(
-                f"max_context_tokens is {most}, too few for a greeting ({error.what})",
-                "give more, or a shorter system_prompt",
-            ) from None
-        while self.has_work:
-            self.step()
-        self._counts = dict.fromkeys(self._counts, 0)

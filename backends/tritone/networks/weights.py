@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritone.checkpoint import INDEX, WEIGHTS
 from tritone.errors import ConfigError
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 class Weights:
@@ -44,13 +42,13 @@ class Weights:
         return header.read(name)
 
     def _locate(self) -> dict[str, Path]:
-        index, single = self.folder / INDEX, self.folder / SINGLE
+        index, single = self.folder / INDEX, self.folder / WEIGHTS
         if index.is_file():
             files: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
             return {name: self.folder / file for name, file in files.items()}
         if not single.is_file():
             raise ConfigError(
-                f"'{self.folder}' has no {SINGLE}", "name a folder with the weights of the stage"
+                f"'{self.folder}' has no {WEIGHTS}", "name a folder with the weights of the stage"
             )
         return dict.fromkeys(self._header(single).tensors, single)
 

@@ -48,6 +48,16 @@ def test_a_frame_is_drawn_like_its_codes_one_by_one(prepared: Any, chosen: Any) 
         assert torch.equal(logits, scores(len(rows), codebook)), "the caller's logits are left alone"
 
 
+def test_which_of_equal_logits_top_k_takes_does_not_depend_on_neighbours() -> None:
+    """Equal logits are common in bfloat16; here they are everywhere."""
+    for seed in range(100):
+        random = torch.Generator().manual_seed(seed)
+        logits = (4 * torch.randn(3, 3072, generator=random)).round() / 2
+        mine, others = row(5, top_k=20, seed=seed), [row(5, top_k=60), row(6, top_k=61, temperature=0.5)]
+        alone = sample(logits[:1].clone(), [mine]).item()
+        assert sample(logits.clone(), [mine, *others])[0].item() == alone
+
+
 def test_a_draw_may_be_repeated() -> None:
     draw = Draw(ROWS, VOCABULARY, CPU, CODEBOOKS)
     logits = scores(len(ROWS))

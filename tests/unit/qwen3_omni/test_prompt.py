@@ -13,6 +13,7 @@ from qwen3_omni_oracle import CASES
 from qwen3_omni_reference import Case, Reference, Video, model_inputs, noise, sound
 
 from tritone.engines.base import Placement
+from tritone.errors import InvalidRequest
 from tritone.pipelines.qwen3_omni.attachments import Attachments, decode
 from tritone.pipelines.qwen3_omni.prompt import Prompt, PromptReader
 from tritone.pipelines.qwen3_omni.thinker import Thinker
@@ -152,6 +153,17 @@ def test_the_talker_reads_the_turns_of_the_user(reader: PromptReader, name: str)
     assert (prompt.spoken_positions is None) == (not case.images)
     silent = read(reader, case, speaks=False)
     assert silent.spoken_ids == [] and silent.head == [] and silent.tokens == prompt.tokens
+
+
+def test_videos_share_the_pixels_that_a_request_may_bring() -> None:
+    files = Case("videos", (), videos=(clip(1, 8, 4), clip(2, 8, 4))).video_files  # 2 s: 4 frames are seen
+    pixels = sum(
+        video.frames[..., 0].size for video in decode({"video": files}, {}, 16000, VideoLimits()).videos
+    )
+    assert len(decode({"video": files}, {}, 16000, VideoLimits(max_pixels=pixels)).videos) == 2
+    assert len(decode({"video": files[:1]}, {}, 16000, VideoLimits(max_pixels=pixels - 1)).videos) == 1
+    with pytest.raises(InvalidRequest, match=r"video\[1\] has .* pixels in each of 4 frames"):
+        decode({"video": files}, {}, 16000, VideoLimits(max_pixels=pixels - 1))
 
 
 def test_there_is_a_row_behind_every_media_token(reader: PromptReader) -> None:

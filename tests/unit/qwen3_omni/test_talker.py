@@ -285,6 +285,13 @@ def test_an_answer_without_a_word_ends_at_once(make_talker: MakeTalker, known: s
     assert_nothing_left(talker)
 
 
+def test_a_conversation_without_a_users_turn_is_spoken_too(make_talker: MakeTalker) -> None:
+    talker = make_talker()
+    answer = speak(talker, {**told(talker), "prompt_ids": np.zeros(0, np.int32)})
+    assert answer.reason == "length" and len(answer.frames) == 9
+    assert_nothing_left(talker)
+
+
 def test_only_codes_and_the_end_sign_are_ever_drawn(make_talker: MakeTalker) -> None:
     talker = make_talker()
     codec, size = talker._config.codec, talker._decoder.config.vocab_size

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from qwen3_omni_oracle import CASES
 
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
 from tritone.pipelines.qwen3_omni import thinker as module
@@ -189,8 +190,12 @@ def test_the_loop_is_woken_when_media_are_read(make_thinker: MakeThinker) -> Non
     assert woken.wait(PATIENCE_S) and thinker.has_work
 
 
-def test_abort_while_media_are_read(make_thinker: MakeThinker, gate: Gate) -> None:
+def test_abort_while_media_are_read(
+    make_thinker: MakeThinker, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     thinker = make_thinker()
+    looks: list[Any] = []
+    monkeypatch.setattr(thinker._reader._towers, "see", lambda *rows: looks.append(rows))
     running = ask(thinker, "running", "<image>", "Hi", media={"image": [picture()]}).reading
     queued = ask(thinker, "queued", "<image>", "Hi", media={"image": [picture()]}).reading
     assert gate.entered.wait(PATIENCE_S)
@@ -201,8 +206,8 @@ def test_abort_while_media_are_read(make_thinker: MakeThinker, gate: Gate) -> No
     assert queued.cancelled()
     gate.opened.set()
     wait([running], PATIENCE_S)
-    assert thinker.has_work and thinker.step() == [] and not thinker.has_work
-    assert thinker._media_worker._work_queue.empty()
+    assert running.exception() is None and not thinker.has_work and thinker.step() == []
+    assert thinker._media_thread._work_queue.empty() and looks == []
 
 
 def test_what_was_read_for_an_aborted_session_is_not_for_the_next_of_that_name(
@@ -280,12 +285,36 @@ def test_a_fault_of_ours_is_told_as_one(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_media_that_fill_the_context_are_refused(make_thinker: MakeThinker) -> None:
+@pytest.mark.parametrize(
+    ("media", "rows"),
+    [
+        ({"audio": [recording(4.0)]}, 52),
+        ({"image": [picture(height=128, width=128)] * 3}, 48),
+        ({"video": [CASES["video"].video_files[0]] * 4}, 1120),
+    ],
+    ids=["audio", "image", "video"],
+)
+def test_media_that_fill_the_context_are_refused_unseen(
+    make_thinker: MakeThinker, monkeypatch: pytest.MonkeyPatch, media: dict[str, list[bytes]], rows: int
+) -> None:
     thinker = make_thinker(max_context_tokens=40)
-    ask(thinker, "x", "<audio>", "Hi", media={"audio": [recording(4.0)]})
+    for sense in ("see", "hear"):
+        monkeypatch.setattr(thinker._reader._towers, sense, lambda *_: pytest.fail("a tower worked"))
+    [(kind, files)] = media.items()
+    ask(thinker, "x", *[f"<{kind}>"] * len(files), "Hi", media=media)
     last = run(thinker)["x"].last
     assert last is not None and isinstance(last.error, InvalidRequest)
-    assert "prompt and answer together may have 40" in str(last.error)
+    assert f"fill {rows} tokens, and prompt and answer together may have 40" in str(last.error)
+    thinker.check_integrity()
+    assert thinker.stats()["active"] == 0
+
+
+def test_media_and_words_that_fill_the_context_are_refused(make_thinker: MakeThinker) -> None:
+    thinker = make_thinker(max_context_tokens=60)
+    ask(thinker, "x", "<audio>", "Hi there, what is it?", media={"audio": [recording(4.0)]})
+    last = run(thinker)["x"].last
+    assert last is not None and isinstance(last.error, InvalidRequest)
+    assert "prompt and answer together may have 60" in str(last.error)
     thinker.check_integrity()
     assert thinker.stats()["active"] == 0
 
@@ -410,6 +439,16 @@ def test_min_tokens_and_ignored_ends(make_thinker: MakeThinker) -> None:
     assert never.tokens[never.prompt_tokens :] == [end] * 5 and answers["never"].reason == "length"
 
 
+def test_the_end_of_a_turn_ends_an_answer_whatever_the_checkpoint_lists(make_thinker: MakeThinker) -> None:
+    thinker = make_thinker()
+    del thinker._tokenizer._ids["eos_token_id"]
+    assert not thinker._tokenizer.eos_ids
+    script_tokens(thinker, ids_of(thinker, "Yes"), thinker._config.tokens.im_end)
+    ask(thinker, "x", "Hi", max_tokens=20)
+    answer = run(thinker)["x"]
+    assert (answer.text, answer.reason) == ("Yes", "stop")
+
+
 def test_the_repetition_penalty_looks_at_prompt_and_answer(make_thinker: MakeThinker) -> None:
     thinker = make_thinker()
     plain = ask(thinker, "plain", "Hi", ignore_eos=True, max_tokens=30)
@@ -491,6 +530,11 @@ def test_the_system_prompt_is_for_conversations_without_one(make_thinker: MakeTh
     assert b"Be kind." in prompt(user("Hi"))
     own = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, *user("Hi")]
     assert b"Be kind." not in prompt(own) and b"Be brief." in prompt(own)
+
+
+def test_a_context_too_small_for_a_greeting_is_refused(make_thinker: MakeThinker) -> None:
+    with pytest.raises(ConfigError, match="max_context_tokens is 4, too few for a greeting"):
+        make_thinker(max_context_tokens=4)
 
 
 def test_options_are_checked(make_thinker: MakeThinker) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,7 +57,7 @@ def decode(inputs: Values, settings: Mapping[str, Any], rate_hz: int, video: Vid
     return Attachments(
         images=[decode_image(file, pixels, name) for file, name in _files(inputs, "image")],
         audios=_recordings(inputs, float(limits.get("audio_s", AudioLimits.max_seconds)), rate_hz),
-        videos=[decode_video(file, video, sound_hz, name) for file, name in _files(inputs, "video")],
+        videos=_videos(inputs, video, sound_hz),
     )
 
 
@@ -75,6 +76,16 @@ def _recordings(inputs: Values, max_seconds: float, rate_hz: int) -> list[Sample
         left_s -= len(samples) / from_hz
         sounds.append((samples, from_hz))
     return [resample(samples, from_hz, rate_hz) for samples, from_hz in sounds]
+
+
+def _videos(inputs: Values, limits: VideoLimits, sound_hz: int) -> list[Video]:
+    """Videos whose frames have no more than `limits.max_pixels` together: all are in memory at a time."""
+    videos: list[Video] = []
+    left = limits.max_pixels
+    for file, name in _files(inputs, "video"):
+        videos.append(decode_video(file, replace(limits, max_pixels=left), sound_hz, name))
+        left -= math.prod(videos[-1].frames.shape[:3])
+    return videos
 
 
 def _files(inputs: Values, kind: str) -> list[tuple[bytes, str]]:

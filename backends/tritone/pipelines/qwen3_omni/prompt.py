@@ -93,13 +93,26 @@ class _Scene:
     seen_images: Seen | None = None
     seen_videos: Seen | None = None
 
+    @property
+    def rows(self) -> int:
+        """Of all attachments, as far as they are known."""
+        return sum(item.rows for item in (*self.images, *self.audios, *self.videos))
+
 
 class PromptReader:
-    """Reads the requests of one thinker; one at a time."""
+    """Reads the requests of one thinker; those with media one at a time, others on any thread meanwhile."""
 
-    def __init__(self, config: OmniConfig, tokenizer: ChatTokenizer, processor: Any, towers: Towers) -> None:
-        """processor: a `Qwen3OmniMoeProcessor`."""
+    def __init__(
+        self,
+        config: OmniConfig,
+        tokenizer: ChatTokenizer,
+        processor: Any,
+        towers: Towers,
+        context_tokens: int,
+    ) -> None:
+        """processor: a `Qwen3OmniMoeProcessor`. context_tokens: of prompt and answer, at most."""
         self._ids = config.tokens
+        self._context_tokens = context_tokens
         self._tokenizer = tokenizer
         self._processor = processor
         self._towers = towers
@@ -113,7 +126,7 @@ class PromptReader:
         """messages: role and content, a list of parts; `attached` are its media, in order.
 
         speaks: a talker reads the prompt too.
-        Raises InvalidRequest for media of a shape that the model cannot take.
+        Raises InvalidRequest for media of a shape that the model cannot take, or too many for the context.
         """
         ids = self._tokenizer.prompt(messages)
         scene = self._look(messages, attached) if attached else _Scene()
@@ -130,7 +143,7 @@ class PromptReader:
         scene = _Scene(with_sound=attached.with_sound)
         heard = attached.heard(messages)
         if heard:
-            scene.audios, scene.heard = self._listen(heard)
+            self._listen(heard, scene)
         if attached.images:
             looked = _fitting(
                 "image",
@@ -139,11 +152,12 @@ class PromptReader:
                 input_data_format="channels_last",  # else a picture of three rows is taken for three channels
             )
             grids = looked["image_grid_thw"]
-            scene.seen_images = self._towers.see(looked["pixel_values"], grids)
             scene.images = [
                 self._visual_item(self._ids.image, grid, _key(image))
                 for image, grid in zip(attached.images, grids, strict=True)
             ]
+            self._check_room(scene)
+            scene.seen_images = self._towers.see(looked["pixel_values"], grids)
         if attached.videos:
             frames = [torch.from_numpy(video.frames).permute(0, 3, 1, 2) for video in attached.videos]
             looked = _fitting(
@@ -154,7 +168,6 @@ class PromptReader:
                 do_sample_frames=False,
             )
             grids = looked["video_grid_thw"]
-            scene.seen_videos = self._towers.see(looked["pixel_values_videos"], grids)
             scene.videos = [
                 self._visual_item(
                     self._ids.video,
@@ -164,9 +177,20 @@ class PromptReader:
                 )
                 for video, grid in zip(attached.videos, grids, strict=True)
             ]
+            self._check_room(scene)
+            scene.seen_videos = self._towers.see(looked["pixel_values_videos"], grids)
         return scene
 
-    def _listen(self, heard: Sequence[Samples]) -> tuple[list[_Item], Tensor]:
+    def _check_room(self, scene: _Scene) -> None:
+        """Before a tower works on it for long: InvalidRequest when the media alone are too much."""
+        if scene.rows >= self._context_tokens:
+            raise InvalidRequest(
+                f"the media fill {scene.rows} tokens, and prompt and answer together may have"
+                f" {self._context_tokens}",
+                "send fewer, smaller or shorter media",
+            )
+
+    def _listen(self, heard: Sequence[Samples], scene: _Scene) -> None:
         extractor = self._processor.feature_extractor
         longest, least = (
             max(map(len, heard)),
@@ -188,11 +212,12 @@ class PromptReader:
         frames = mask.sum(-1)
         counts = _get_feat_extract_output_lengths(frames, self._towers.n_window)
         # A recording beside a longer one is padded to its length, which the last mel frames can see.
-        items = [
+        scene.audios = [
             _Item(self._ids.audio, int(rows), _key(samples, mask.shape[-1]), mel_frames=int(length))
             for samples, rows, length in zip(heard, counts, frames, strict=True)
         ]
-        return items, self._towers.hear(features["input_features"], mask)
+        self._check_room(scene)
+        scene.heard = self._towers.hear(features["input_features"], mask)
 
     def _visual_item(self, token: int, grid: Tensor, key: int, second_per_grid: float = 0.0) -> _Item:
         rows = int(grid.prod()) // self._towers.spatial_merge_size**2

@@ -53,7 +53,8 @@ class SpeechInputs:
     @torch.inference_mode()
     def texts(self, tokens: Sequence[int]) -> Tensor:
         """Rows [n, H] of tokens to be spoken."""
-        return self._text(self._embedding[torch.tensor(tokens, device=self._decoder.device)])
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self._decoder.device)
+        return self._text(self._embedding[ids])
 
     @torch.inference_mode()
     def prompt(self, ids: Array, media: Sequence[Array], head: Sequence[int], speaker: int) -> Tensor | None:

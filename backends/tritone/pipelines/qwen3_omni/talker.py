@@ -170,6 +170,8 @@ class Talker(SlotEngine[_Session]):
             if last:
                 known.text_ended = True
                 self._make_rows(known)
+                if known.texts and not known.has_prompt:
+                    raise TritoneError("the rows behind media tokens never came", "try again")
                 if not known.has_prompt:
                     self._end_unspoken(known)
         except TritoneError as error:
@@ -344,6 +346,4 @@ class Talker(SlotEngine[_Session]):
         greedy = {"sampling": {"temperature": 0.0, "max_tokens": 3, "min_tokens": 3}}
         self.add_request("warm-up", {"prompt_ids": text, "token_ids": text}, greedy)
         self.push("warm-up", {}, last=True)
-        while self.has_work:
-            self.step()
-        self._counts = dict.fromkeys(self._counts, 0)
+        self._run_out()

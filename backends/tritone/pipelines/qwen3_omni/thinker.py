@@ -48,7 +48,7 @@ class ThinkerOptions(SlotOptions):
     prefix_cache: bool = True  # start a prompt from what a slot remembers of one with the same beginning
     video_fps: Annotated[float, Meta(gt=0)] = 2.0  # frames that are looked at a second
     max_video_frames: Annotated[int, Meta(ge=4)] = 768
-    max_video_pixels: Annotated[int, Meta(ge=1)] = 256_000_000  # of all those frames together
+    max_video_pixels: Annotated[int, Meta(ge=1)] = 256_000_000  # of all such frames of a request together
 
     @property
     def video(self) -> VideoLimits:
@@ -64,6 +64,7 @@ class _Session(TextSession):
     speaks: bool
     prompt: Prompt | None = None  # None until it is read
     reading: Future[None] | None = None  # the work on the media of the prompt
+    unwanted: bool = False  # aborted: the media thread may spare itself what is left of that work
     heard_rows: list[Array] = field(default_factory=list)  # float32 [m, H], behind media tokens, in order
     text_shown: int = 0  # characters that went out
     unspoken: deque[tuple[int, int]] = field(default_factory=deque)  # tokens, and where the text of each ends
@@ -113,10 +114,10 @@ class Thinker(TextEngine[_Session]):
         self._options = options
         self._config = config
         towers = Towers(config.thinker, weights, placement.device, dtype)
-        self._reader = PromptReader(config, tokenizer, processor, towers)
-        self._media_worker = ThreadPoolExecutor(1, "media")
+        self._reader = PromptReader(config, tokenizer, processor, towers, options.max_context_tokens)
+        self._media_thread = ThreadPoolExecutor(1, "media")
         self._read_prompts: queue.SimpleQueue[tuple[_Session, Prompt | TritoneError]] = queue.SimpleQueue()
-        self._warm_up()
+        self._greet({"messages": '[{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]'})
 
     # -- the interface --------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class Thinker(TextEngine[_Session]):
         new = _Session(id=session, speaks=bool(settings.get("speaks")), **self._writing(settings))
         if any(part["type"] != "text" for message in messages for part in message["content"]):
             read = partial(self._read_media, new, messages, dict(inputs), dict(settings))
-            new.reading = self._media_worker.submit(read)
+            new.reading = self._media_thread.submit(read)
         else:
             self._take_prompt(new, self._reader.read(messages, Attachments(), new.speaks))
         self._sessions[session] = new
@@ -155,6 +156,7 @@ class Thinker(TextEngine[_Session]):
     def abort(self, session: str) -> None:
         known = self._sessions.get(session)
         if known is not None and known.reading is not None:
+            known.unwanted = True
             known.reading.cancel()
         super().abort(session)
 
@@ -184,6 +186,8 @@ class Thinker(TextEngine[_Session]):
         result: Prompt | TritoneError
         try:
             attached = decode(inputs, settings, self._reader.rate_hz, self._options.video)
+            if session.unwanted:
+                return
             result = self._reader.read(messages, attached, session.speaks)
         except TritoneError as error:
             result = error
@@ -260,7 +264,12 @@ class Thinker(TextEngine[_Session]):
     def _rows(self, session: _Session, span: Span) -> Tensor:
         return super()._rows(session, span).clone()
 
-    # -- what the talker is told ----------------------------------------------------------------------------
+    # -- what ends an answer, and what the talker is told of it ---------------------------------------------
+
+    @property
+    def _eos_ids(self) -> frozenset[int]:
+        """The end of a turn too, as in the reference: generation_config.json need not list it."""
+        return super()._eos_ids | {self._config.tokens.im_end}
 
     def _extras(self, session: _Session, token: int, text: str, finished: bool) -> dict[str, Value]:
         if not session.speaks:
@@ -281,11 +290,3 @@ class Thinker(TextEngine[_Session]):
         if spoken:
             outputs["token_ids"] = np.asarray(spoken, np.int32)
         return outputs
-
-    def _warm_up(self) -> None:
-        """Touch every weight, and leave the system prompt in a slot for the first caller."""
-        greeting = {"messages": '[{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]'}
-        self.add_request("warm-up", greeting, {"sampling": {"max_tokens": 2, "ignore_eos": True}})
-        while self.has_work:
-            self.step()
-        self._counts = dict.fromkeys(self._counts, 0)
