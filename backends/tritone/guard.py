@@ -75,15 +75,21 @@ def end(run: Run, patience: Callable[[], bool] = lambda: True) -> Ended:
 
     patience: asked while waiting; False cuts the grace short.
     """
-    if run.server_pid in run.processes():  # else the number may be somebody else's by now
+    known = run.processes()
+    if run.server_pid in known:  # else the number may be somebody else's by now
         _send(run.server_pid, signal.SIGTERM)
+
+    def gone() -> bool:
+        # A process that is ending has no command line any more, but holds its memory for a while.
+        return not run.processes() and not any(map(is_running, known))
+
     orderly = _wait(lambda: run.server_pid not in run.processes(), run.grace_s, patience)
-    orderly = _wait(lambda: not run.processes(), LEAVE_S, patience) and orderly
+    orderly = _wait(gone, LEAVE_S, patience) and orderly
     left = run.processes()
     for pid in left:
         _send(pid, signal.SIGKILL)
     if left:
-        _wait(lambda: not run.processes(), KILL_WAIT_S, lambda: True)
+        _wait(gone, KILL_WAIT_S, lambda: True)
     regions = remove_shm(run.shm_prefix)
     if run.folder:
         shutil.rmtree(run.folder, ignore_errors=True)
@@ -96,6 +102,14 @@ def remove_shm(prefix: str) -> int:
     for region in regions:
         region.unlink(missing_ok=True)
     return len(regions)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie, which holds nothing but its number."""
+    try:
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _send(pid: int, number: signal.Signals) -> None:

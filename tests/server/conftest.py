@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tritone import guard
 from tritone import server as servers
 from tritone_client import AsyncTritoneClient
 
@@ -58,7 +59,7 @@ class RunningServer:
         deadline = time.monotonic() + within_s
 
         def leftovers():
-            alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+            alive = [pid for pid in pids if guard.is_running(pid)]
             shared = [path.name for path in Path("/dev/shm").iterdir() if str(self.server_pid) in path.name]
             unix = Path("/proc/net/unix").read_text().splitlines()
             sockets = [line.split()[-1] for line in unix if f"tritone/{self.server_pid}-" in line]

@@ -124,3 +124,22 @@ class BatchEngine(ABC):
     @abstractmethod
     def stats(self) -> dict[str, int | float]:
         """`active` is the number of streams that hold state."""
+
+
+def in_turns(
+    chunks: Sequence[Chunk],
+    take_turn: Callable[[list[tuple[int, Chunk]]], Mapping[int, Values | TritoneError]],
+) -> list[Values | TritoneError]:
+    """What `take_turn` answers to each chunk of a batch, in order.
+
+    take_turn: is given chunks of different streams with their numbers in the batch, and answers by number. A
+    stream's next chunk comes a turn later: it needs the state that the one before leaves.
+    """
+    answers: dict[int, Values | TritoneError] = {}
+    waiting = list(enumerate(chunks))
+    while waiting:
+        turn = {chunk.session: number for number, chunk in reversed(waiting)}
+        now = [(number, chunk) for number, chunk in waiting if turn[chunk.session] == number]
+        waiting = [(number, chunk) for number, chunk in waiting if turn[chunk.session] != number]
+        answers |= take_turn(now)
+    return [answers[number] for number in range(len(chunks))]

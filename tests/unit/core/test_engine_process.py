@@ -29,6 +29,7 @@ class Inbox:
         self.address = f"tritone-test/{uuid.uuid4().hex}"
         self._server = wire.listen(self.address)
         self.mail = queue.Queue()
+        self._channels = queue.Queue()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
@@ -37,7 +38,7 @@ class Inbox:
                 channel = wire.accept(self._server)
             except OSError:
                 return
-            self.channel = channel
+            self._channels.put(channel)
             threading.Thread(target=self._read, args=(channel,), daemon=True).start()
 
     def _read(self, channel):
@@ -57,6 +58,10 @@ class Inbox:
             if not isinstance(message, wire.Piece):
                 return pieces, message
             pieces.append(message)
+
+    def hang_up(self):
+        """End the first connection, once it is there."""
+        self._channels.get(timeout=5).close()
 
     def close(self):
         self._server.close()
@@ -232,7 +237,7 @@ def test_a_lost_orchestrator_frees_its_sessions(make_link, inbox):
     link = make_link(writer={"engine": {"step_s": 0.02}})
     link.wait_ready(20)
     open_writer(link, inbox, "word " * 500, max_tokens=500).result(5)
-    inbox.channel.close()
+    inbox.hang_up()
     deadline = time.monotonic() + 2
     while sessions(link) and time.monotonic() < deadline:
         time.sleep(0.02)

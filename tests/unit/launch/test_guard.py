@@ -127,3 +127,26 @@ class TestGuard:
         process.stdin.close()
         assert process.wait(timeout=20) == 0
         assert server.wait(timeout=5) == -signal.SIGTERM
+
+
+def test_a_zombie_is_not_running(start: Start) -> None:
+    process = start(SLEEPER, "any")
+    assert guard.is_running(process.pid)
+    process.kill()
+    while guard.is_running(process.pid):  # ended, but nobody has asked for its status
+        time.sleep(0.01)
+    assert Path(f"/proc/{process.pid}").exists()
+    process.wait()
+    assert not guard.is_running(process.pid)
+
+
+def test_waits_for_a_process_that_is_ending(
+    prefix: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command line is gone first, so that it is not found any more."""
+    monkeypatch.setattr(guard, "LEAVE_S", 10.0)
+    ending = start("import time; print('up', flush=True); time.sleep(0.5)", prefix)
+    answers = iter([{ending.pid}])
+    monkeypatch.setattr(Run, "processes", lambda run: next(answers, set()))
+    assert guard.end(Run(1 << 30, prefix, grace_s=0))
+    assert not guard.is_running(ending.pid)

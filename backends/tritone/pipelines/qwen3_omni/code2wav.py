@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Meta
 
 from tritone.checkpoint import read_config
-from tritone.engines.base import BatchEngine, Chunk, Placement, Values
+from tritone.engines.base import BatchEngine, Chunk, Placement, Values, in_turns
 from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
 from tritone.ports import Array
@@ -87,15 +87,7 @@ class Code2Wav(BatchEngine):
         return self._decoder.codebook_size
 
     def run(self, chunks: Sequence[Chunk]) -> list[Values | TritoneError]:
-        answers: dict[int, Values | TritoneError] = {}
-        waiting = list(enumerate(chunks))
-        while waiting:
-            # One chunk of a stream at a time: the next one needs the state that it leaves.
-            turn = {chunk.session: number for number, chunk in reversed(waiting)}
-            now = [(number, chunk) for number, chunk in waiting if turn[chunk.session] == number]
-            waiting = [(number, chunk) for number, chunk in waiting if turn[chunk.session] != number]
-            answers |= self._take_turn(now)
-        return [answers[number] for number in range(len(chunks))]
+        return in_turns(chunks, self._take_turn)
 
     def abort(self, session: str) -> None:
         self._streams.pop(session, None)
