@@ -26,6 +26,7 @@ log = logging.getLogger("tritone.door")
 CONNECT_RETRY_S = 0.05
 BACKOFF_S = (0.1, 0.5, 2.0, 5.0, 15.0, 30.0)
 STABLE_S = 60.0  # a process that lived this long starts the back-off anew
+LOADED_BACKOFF_S = 1.0  # at most, for one that had loaded: it is needed, and its load already paces the rest
 FIRST_TRIES = 3  # ends before the very first Ready until the load counts as failed
 BEAT_EVERY_S = 1.0  # how often an engine is asked when its loops last turned
 BEAT_TIMEOUT_S = 1.0  # for the answer
@@ -64,6 +65,7 @@ class EngineLink:
         self._failure: ConfigError | None = None
         self._load_s: float | None = None  # how long the last load took; None: it never loaded
         self._began_s = time.monotonic()  # when the present load began
+        self._due_s = 0.0  # when an engine that is lost is expected back, monotonic
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, daemon=True, name=f"link {address}")
         self._keeper.start()
@@ -134,7 +136,7 @@ class EngineLink:
         failures = 0
         while not self._closing.is_set():
             self._began_s = time.monotonic()
-            reason = self._serve_once()
+            reason, loaded = self._serve_once()
             if self._closing.is_set():
                 break
             if self.process is None:
@@ -145,17 +147,22 @@ class EngineLink:
             if self._load_s is None and failures >= FIRST_TRIES and self._failure is None:
                 self._failure = ConfigError(reason, "the server log has the details")
             pause_s = BACKOFF_S[min(max(failures - 1, 0), len(BACKOFF_S) - 1)]
+            if loaded:
+                pause_s = min(pause_s, LOADED_BACKOFF_S)
+            self._due_s += pause_s
             log.warning("stage %s: %s; starting its engine again in %.1f s", self._stage, reason, pause_s)
             self._closing.wait(pause_s)
 
-    def _serve_once(self) -> str:
-        """Reach the process and read from it until it is gone; returns why it is."""
+    def _serve_once(self) -> tuple[str, bool]:
+        """Reach the process and read from it until it is gone; returns why it is, and if it had loaded."""
         reason = "the engine process is gone"
         try:
             self._channel = self._reach()
             self._read(self._channel)
         except (wire.Disconnected, EngineEnded, OSError) as error:
             reason = str(error)
+        loaded = self._ready.is_set()
+        self._due_s = time.monotonic() + (self._load_s or 0.0)
         self._ready.clear()
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -163,7 +170,7 @@ class EngineLink:
         for number in list(self._calls):
             what = f"the engine of stage {self._stage} died under the request"
             self._settle(number, error=EngineLost(what, "try again"))
-        return reason
+        return reason, loaded
 
     def _reach(self) -> wire.Channel:
         """Connect; start the process first when nobody serves the address."""
@@ -208,7 +215,7 @@ class EngineLink:
 
     def _restarting(self) -> Unavailable:
         """Why a call cannot be made now, with the expected time."""
-        left_s = max(self._began_s + (self._load_s or 0.0) - time.monotonic(), 1.0)
+        left_s = max(self._due_s - time.monotonic(), 1.0)
         what = f"the engine of stage {self._stage} is restarting"
         return EngineLost(what, f"try again in about {left_s:.0f} s")
 

@@ -9,6 +9,7 @@ The server's own readiness stays good when a door or an engine is dead; this one
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import threading
@@ -18,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 PAGES = ("/live", "/ready")
-SERVING = "serving"
+SERVING, ENDING = "serving", "shutting down"  # what a supervisor does; its other states are told as they are
 LATE_S = 10.0  # a pipeline that nobody could look at for so long is not called ready
 STUCK_S = 60.0  # the same of the supervisor itself, for /live
 MAX_CONNECTIONS = 32  # at once; further ones are closed
@@ -37,6 +38,7 @@ class Board:
         self._lock = threading.Lock()
         self._doing = "loading"
         self._beat_s = time.monotonic()
+        self._due_s: float | None = None  # when a server that is gone is expected back, monotonic
         self._faults: dict[str, tuple[float, str | None]] = {}  # by pipeline: when it was seen, None: well
 
     def beat(self, doing: str | None = None) -> None:
@@ -46,6 +48,11 @@ class Board:
             if doing is not None and doing != self._doing:
                 self._doing = doing
                 self._faults.clear()  # of a server that is not the one to come
+
+    def expect(self, in_s: float) -> None:
+        """A server that is gone serves again in about so many seconds."""
+        with self._lock:
+            self._due_s = time.monotonic() + in_s
 
     def note(self, pipeline: str, fault: str | None) -> None:
         """fault: one sentence, None when the pipeline serves."""
@@ -61,13 +68,13 @@ class Board:
         return (200 if live else 503), {"live": live, "state": doing, "fault": fault}
 
     def ready(self, pipeline: str | None = None) -> Report:
-        """Whether every pipeline serves, or the one that is named."""
+        """Whether every pipeline serves, or the one that is named; when a server that is gone is due."""
         if pipeline is not None and pipeline not in self._stages:
             known = ", ".join(self._stages)
             return 404, {"ready": False, "fault": f"there is no pipeline '{pipeline}'; served are {known}"}
         names = list(self._stages) if pipeline is None else [pipeline]
         with self._lock:
-            doing, faults = self._doing, {name: self._fault(name) for name in names}
+            doing, due_s, faults = self._doing, self._due_s, {name: self._fault(name) for name in names}
         pipelines = {
             name: {
                 "ready": fault is None,
@@ -80,7 +87,10 @@ class Board:
             for name, fault in faults.items()
         }
         ready = all(fault is None for fault in faults.values())
-        return (200 if ready else 503), {"ready": ready, "state": doing, "pipelines": pipelines}
+        body: dict[str, Any] = {"ready": ready, "state": doing, "pipelines": pipelines}
+        if due_s is not None and doing not in (SERVING, ENDING):
+            body["retry_after_s"] = max(1, math.ceil(due_s - time.monotonic()))
+        return (200 if ready else 503), body
 
     def _fault(self, name: str) -> str | None:
         """What keeps a pipeline from being called ready."""
@@ -185,6 +195,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Cache-Control", "no-store")
+        if "retry_after_s" in body:
+            self.send_header("Retry-After", str(body["retry_after_s"]))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)

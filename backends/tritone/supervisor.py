@@ -19,7 +19,7 @@ from tritone import server_log
 from tritone.asked import Asked, ServeOptions
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError, NotFound, TritoneError, suggestion
-from tritone.health import SERVING, Board
+from tritone.health import ENDING, SERVING, Board
 from tritone.pipeline_watch import PipelineWatch
 from tritone.running_server import POLL_S, RunningServer, ServerCrashed
 from tritone.server import Listen
@@ -56,6 +56,7 @@ class Supervisor:
         self._watches: Mapping[str, PipelineWatch] = {}
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES + 1)  # time.monotonic()
         self._down_since_s: float | None = None
+        self._start_s = 0.0  # how long the last start took
         self._announced = False
 
     def run(self) -> None:
@@ -67,6 +68,7 @@ class Supervisor:
                 run.start(self._say)
                 run.wait_ready(self._say, self._asked)
                 was_ready = was_ready or run.was_ready
+                self._start_s = run.age_s
                 self._serve(run)
             except TritoneError as error:
                 if isinstance(error, ConfigError) or not (was_ready or isinstance(error, ServerCrashed)):
@@ -74,7 +76,7 @@ class Supervisor:
                 self._note_failure(error)
             finally:
                 if self._asked.times:
-                    self.board.beat("shutting down")
+                    self.board.beat(ENDING)
                 watches, self._watches = self._watches, {}
                 for watch in watches.values():
                     watch.stop()
@@ -159,12 +161,17 @@ class Supervisor:
                 f"the server failed {recent} times within {minutes:g} minutes, last: {error.what}", error.cure
             )
         self.board.beat("being restarted")
+        self.board.expect(self._backoff_s() + self._start_s)
 
     def _recent(self, now: float) -> int:
         return sum(now - failure < FAILURE_WINDOW_S for failure in self._failures)
 
+    def _backoff_s(self) -> float:
+        return BACKOFF_S[min(self._recent(time.monotonic()), len(BACKOFF_S)) - 1]
+
     def _pause(self) -> None:
-        pause_s = BACKOFF_S[min(self._recent(time.monotonic()), len(BACKOFF_S)) - 1]
+        pause_s = self._backoff_s()
+        self.board.expect(pause_s + self._start_s)
         self._note(f"server starts again in {pause_s:g} s")
         self._asked.wait(pause_s)
 

@@ -23,14 +23,15 @@ async def main(url: str, question: str, out: str, stop_after_s: float | None) ->
         stream = grpcclient.InferInput("stream", [1], "BOOL").set_data_from_numpy(np.array([True]))
         yield {"model_name": "smoltalk", "inputs": [string_input("text_input", question), stream]}
 
-    chunks = []
+    chunks, failure = [], None
     async with grpcclient.InferenceServerClient(url) as client:
         responses = client.stream_infer(one_request())
         try:
             async with asyncio.timeout(stop_after_s):
                 async for result, error in responses:
                     if error is not None:
-                        raise SystemExit(error.message())  # TRITONE_<CODE>: what is wrong; what to do
+                        failure = error.message()  # TRITONE_<CODE>: what is wrong; what to do
+                        continue  # to the stream's own end: a cancel just now would leave the request behind
                     print(b"".join(result.as_numpy("text_output")).decode(), end="", flush=True)
                     event = result.as_numpy("event")[0].decode()
                     if event == "audio":
@@ -44,6 +45,8 @@ async def main(url: str, question: str, out: str, stop_after_s: float | None) ->
             print(f"\nstopped after {stop_after_s:g} s")
         finally:
             responses.cancel()  # stops every stage of the pipeline, if they still work
+    if failure is not None:
+        raise SystemExit(failure)
 
     if chunks:
         with wave.open(out, "wb") as wav:

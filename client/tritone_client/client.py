@@ -161,6 +161,7 @@ class AsyncTritoneClient:
         try:
             async for result, error in call:
                 if error is not None:
+                    await _wait_for_end(call)
                     raise error
                 for event in reader.read(result):
                     yield event
@@ -185,15 +186,16 @@ class AsyncTritoneClient:
 
 
 async def _wait_for_end(call: Any) -> None:
-    """Let the server close the stream, since a cancel that crosses the final response is noise in its log.
+    """Let the server close the stream: at a cancel that crosses the last response, an error above all, a
+    2.51 server may keep the request for ever, and then does not unload its model.
 
     Raises:
-        BrokenStream: another response follows `done`.
+        BrokenStream: another response follows the last.
     """
     try:
         async with asyncio.timeout(CLOSE_S):
             async for _result, _error in call:
-                raise BrokenStream("a response follows `done`")
+                raise BrokenStream("a response follows the last")
     except (TimeoutError, grpc.RpcError):
         return  # the answer is complete either way
 

@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -65,6 +66,13 @@ class Inbox:
 
     def close(self):
         self._server.close()
+
+
+def wait_until(condition, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -299,6 +307,30 @@ def test_calls_while_it_restarts_are_refused_with_a_time(make_link):
     with pytest.raises(Unavailable, match="restarting") as refusal:
         link.call(wire.Ping).result(1)
     assert "try again in about" in refusal.value.cure
+
+
+def test_an_engine_that_is_killed_again_and_again_is_soon_back_each_time(make_link, monkeypatch):
+    monkeypatch.setattr(engine_link, "BACKOFF_S", (60.0,))  # that of engines which do not load
+    link = make_link()
+    link.wait_ready(20)
+    for _ in range(3):
+        pid = pid_of(link)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda pid=pid: link.is_ready and pid_of(link) != pid, 20)
+
+
+def test_the_time_told_covers_the_pause_and_the_load(make_link, monkeypatch):
+    monkeypatch.setattr(engine_link, "BACKOFF_S", (60.0,))
+    monkeypatch.setattr(engine_link, "LOADED_BACKOFF_S", 7.0)
+    link = make_link()
+    link.wait_ready(20)
+    os.kill(pid_of(link), signal.SIGKILL)
+    wait_until(lambda: not link.is_ready, 2)
+    time.sleep(0.1)
+    with pytest.raises(Unavailable) as refusal:
+        link.call(wire.Ping).result(1)
+    [told_s] = re.findall(r"about (\d+) s", refusal.value.cure)
+    assert 7 <= int(told_s) <= 7 + 5
 
 
 def test_an_engine_that_hangs_is_refused_by_the_call_deadline(make_link):

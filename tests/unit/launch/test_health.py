@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tritone import doctor, health
-from tritone.health import SERVING, Board, HealthServer, stage_faults
+from tritone.health import ENDING, SERVING, Board, HealthServer, stage_faults
 
 STAGES = {"echo": ["writer", "singer"], "other": ["only"]}
 FAULT = "stage singer is not ready: its door died, stage wave is not ready: gone; wait"
@@ -54,6 +54,16 @@ class TestBoard:
         assert board.live()[0] == 200, "it needs no help from outside"
         board.beat(SERVING)
         assert board.ready()[1]["pipelines"]["other"]["fault"] == "nobody has looked yet"
+
+    def test_a_server_that_is_away_is_expected_back(self, board: Board) -> None:
+        board.beat("being restarted")
+        board.expect(41.5)
+        assert board.ready()[1]["retry_after_s"] in (41, 42)
+        board.expect(-3)
+        assert board.ready()[1]["retry_after_s"] == 1, "it is late, and may come at any time"
+        for doing in (SERVING, ENDING):
+            board.beat(doing)
+            assert "retry_after_s" not in board.ready()[1]
 
     def test_a_supervisor_that_stands_still_is_not_live(
         self, board: Board, monkeypatch: pytest.MonkeyPatch
@@ -104,6 +114,13 @@ class TestServer:
         assert self.get(f"{url}/ready")[0] == 503
         assert self.get(f"{url}/other")[0] == self.get(f"{url}/ready/ecko")[0] == 404
         assert self.get(f"{url}/ready", method="POST", data=b"x" * 100)[0] == 501
+
+    def test_a_server_that_is_away_names_the_time_to_ask_again(self, url: str, board: Board) -> None:
+        board.beat("being restarted")
+        board.expect(30)
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(f"{url}/ready", timeout=5)
+        assert refusal.value.headers["Retry-After"] in ("29", "30")
 
     def test_silent_clients_keep_nobody_out_for_long(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(health._Handler, "timeout", 0.2)
