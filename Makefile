@@ -9,6 +9,7 @@
 # PIPELINE               for demo and serve
 # PROMPT, AUDIO, OUT     for demo: the question, typed or spoken, and the file for the answer
 # ARGS                   for serve, for pytest and for soak
+# JOBS                   how many files of tests run at once
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
@@ -18,6 +19,7 @@ OUT ?= reply.wav
 PROMPT ?=
 AUDIO ?=
 ARGS ?=
+JOBS ?= 2
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
@@ -37,7 +39,7 @@ serve: $(SERVE_READY) weights
 	@$(BIN)/tritone serve $(PIPELINE) $(ARGS)
 
 test: $(TEST_READY) weights lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 soak: $(SERVE_READY)
 	$(BIN)/python tests/soak/soak.py $(ARGS)

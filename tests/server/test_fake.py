@@ -121,8 +121,8 @@ async def test_a_fault_is_told_and_over(server, kind, stage):
 
 
 async def test_mixed_traffic_survives_random_kills(server):
-    figures = sound(await soak_faults.kills(server, seconds=4))
-    assert figures["exact"] >= 5 and sum(figures["kills"].values()) >= 1
+    figures = sound(await soak_faults.kills(server, seconds=60))
+    assert figures["exact"] >= 50 and sum(figures["kills"].values()) >= 3
 
 
 async def test_plain_tritonserver_refuses_above_the_cap_and_is_never_stuck(plain_server):

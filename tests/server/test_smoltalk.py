@@ -344,7 +344,7 @@ async def test_kill_9_in_mid_stream_fails_one_request_and_not_the_next(server, s
                 answer = await client.ask("Hello!", **SHORT)
                 break
             except Unavailable as error:
-                assert time.monotonic() - began < 10, error
+                assert time.monotonic() - began < 60, error
                 await asyncio.sleep(0.2)
         assert answer.text and len(answer.samples) > 0
 
