@@ -4,8 +4,8 @@ import importlib.util
 import signal
 import sys
 
-# A job in the background of a shell starts with SIGINT ignored, and one that outlives it with SIGHUP; children
-# inherit that: tests that interrupt a program would then wait for nothing.
+# A job in the background of a shell starts with SIGINT ignored, one that outlives it with SIGHUP, and
+# children inherit that: tests that interrupt a program would then wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

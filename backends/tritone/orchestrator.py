@@ -96,6 +96,10 @@ class Orchestrator:
         """Answer a request through `reply`, later; never raises."""
         self._loop.call_soon_threadsafe(self._accept, values, parameters, reply)
 
+    def states(self, timeout_s: float) -> dict[str, dict[str, Any]]:
+        """As `ping`. Raises TimeoutError."""
+        return asyncio.run_coroutine_threadsafe(self.ping(), self._loop).result(timeout_s)
+
     def close(self) -> None:
         """Cancel what runs, then stop."""
         self._closing.set()

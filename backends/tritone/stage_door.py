@@ -123,6 +123,11 @@ class StageDoor:
             self.close()
             raise
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether an engine of this stage can be called."""
+        return any(link.is_ready for link in self._links)
+
     def open(self, control: OpenSession, inputs: Mapping[str, Any]) -> Future[dict[str, Any]]:
         """Open a session on the least loaded engine: {"endpoint": its address}, or the TritoneError."""
         opened: Future[dict[str, Any]] = Future()

@@ -81,6 +81,10 @@ class TritonPythonModel:
         except Exception as error:
             return error_response(as_error(error))
 
+    def is_ready(self):
+        """Asked by servers from python_backend r26.03 on."""
+        return self._door.is_ready
+
     def finalize(self):
         self._evictions.close()
         self._door.close()

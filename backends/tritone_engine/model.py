@@ -40,5 +40,9 @@ class TritonPythonModel:
         else:
             reply.send({REPLY.name: REPLY.pack(json.dumps(answer.result()))}, final=True)
 
+    def is_ready(self):
+        """Asked by servers from python_backend r26.03 on."""
+        return self._door.is_ready
+
     def finalize(self):
         self._door.close()

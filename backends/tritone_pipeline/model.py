@@ -5,6 +5,7 @@ import os
 from tritone import inbox
 from tritone.orchestrator import Orchestrator
 from tritone.private_memory import keep_private
+from tritone.readiness import Readiness
 from tritone.server_key import server_key
 from tritone.stage_door import as_error, load_deploy, server_name
 from tritone.triton import Reply, is_decoupled, read_inputs, read_parameters
@@ -20,6 +21,7 @@ class TritonPythonModel:
         facts = deploy.pipeline.facts(deploy.checkpoint)
         may_stream, key = is_decoupled(args["model_config"]), server_key(server_name())
         self._orchestrator = Orchestrator(deploy, facts, name, address, may_stream, key)
+        self._readiness = Readiness(self._orchestrator.states)
 
     def execute(self, requests):
         for request in requests:
@@ -30,5 +32,10 @@ class TritonPythonModel:
             except Exception as error:
                 reply.fail(as_error(error))
 
+    def is_ready(self):
+        """Asked by servers from python_backend r26.03 on."""
+        return self._readiness()
+
     def finalize(self):
+        self._readiness.close()
         self._orchestrator.close()

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 import echo
-from tritone import contract, control, inbox, wire
+from tritone import contract, control, inbox, readiness, wire
 from tritone import deploy as deploys
 from tritone.engines.base import Placement
 from tritone.engines.host import Host, build_loops
@@ -276,6 +276,17 @@ def test_a_fault_of_triton_while_a_request_is_read_ends_that_request_only(pipeli
     pipeline_door.execute([unreadable, good])
     assert unreadable.sender.outcome() == "INTERNAL"
     assert good.sender.outcome() == "done"
+
+
+def test_a_server_that_asks_the_doors_hears_of_an_engine_that_is_gone(pipeline_door, server, monkeypatch):
+    monkeypatch.setattr(readiness, "LOOK_EVERY_S", 0.02)
+    doors = [pipeline_door, server.engine_doors["singer"]]
+    assert all(door.is_ready() is True for door in doors)
+    link = server.engine_doors["singer"]._door.own
+    link._ready.clear()
+    wait_until(lambda: not any(door.is_ready() for door in doors))
+    link._ready.set()
+    wait_until(lambda: all(door.is_ready() for door in doors))
 
 
 def test_drain_all_ends_the_requests_of_every_pipeline_model_of_the_server(pipeline_door, whole_answer_door):

@@ -31,7 +31,7 @@ def served() -> Iterator[Desk]:
     served.close()
 
 
-@pytest.mark.parametrize("pid", [None, os.getpid()])
+@pytest.mark.parametrize("pid", [None, os.getpid()], ids=["found", "told"])
 def test_what_was_done(served: Desk, pid: int | None) -> None:
     assert ask_reload("echo", pid) == "echo was loaded"
     assert ask_reload("", pid) == "every pipeline was loaded"

@@ -1,0 +1,87 @@
+"""What a server is told that asks a pipeline's door whether it is ready, and what that costs."""
+
+import threading
+import time
+
+import pytest
+
+from tritone import readiness
+from tritone.readiness import Readiness
+
+
+def wait_until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(readiness, "LOOK_EVERY_S", 0.01)
+
+
+def watching():
+    return [thread for thread in threading.enumerate() if thread.name == "readiness"]
+
+
+@pytest.fixture
+def stages():
+    return {"writer": {}, "singer": {}}
+
+
+@pytest.fixture
+def asked(stages):
+    looked = Readiness(lambda timeout_s: {name: dict(state) for name, state in stages.items()})
+    yield looked
+    looked.close()
+    wait_until(lambda: not watching())
+
+
+def test_it_follows_the_stages(asked, stages):
+    assert asked() is True
+    stages["singer"] = {"error": "its engine is restarting"}
+    wait_until(lambda: asked() is False)
+    stages["singer"] = {}
+    wait_until(lambda: asked() is True)
+
+
+def test_stages_that_do_not_answer_are_not_ready():
+    def silent(timeout_s):
+        raise TimeoutError
+
+    asked = Readiness(silent)
+    wait_until(lambda: asked() is False)
+    asked.close()
+
+
+def test_a_question_never_waits_for_a_look():
+    looking, done = threading.Event(), threading.Event()
+
+    def slow(timeout_s):
+        looking.set()
+        done.wait(5)
+        return {}
+
+    asked = Readiness(slow)
+    assert asked() is True
+    assert looking.wait(5)
+    began_s = time.monotonic()
+    assert asked() is True and time.monotonic() - began_s < 1
+    asked.close()
+    done.set()
+
+
+def test_nobody_looks_while_nobody_asks(asked, stages, monkeypatch):
+    assert not watching()
+    monkeypatch.setattr(readiness, "ASKED_S", 0.05)
+    stages["singer"] = {"error": "gone"}
+    asked()
+    wait_until(lambda: not watching())
+    assert asked() is True, "what was seen long ago says nothing"
+
+
+def test_many_questions_are_one_watch(asked):
+    for _ in range(50):
+        asked()
+    assert len(watching()) == 1
