@@ -195,7 +195,7 @@ async def _wait_for_end(call: Any) -> None:
     try:
         async with asyncio.timeout(CLOSE_S):
             async for _result, _error in call:
-                raise BrokenStream("a response follows the last")
+                raise BrokenStream("a response follows the last one")
     except (TimeoutError, grpc.RpcError):
         return  # the answer is complete either way
 

@@ -17,7 +17,7 @@ from tritone import server as servers
 from tritone_client import AsyncTritoneClient
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 240
 
 
 @dataclass

@@ -186,7 +186,7 @@ async def test_many_requests_at_once_keep_their_answers_apart(triton):
         ([Raw({"event": "text", "text_output": "b"})], "`index` is missing"),
         ([Raw({"event": "done", "index": np.uint32([0]), "info": "[1]"})], "`info` is not a JSON object"),
         ([Raw({"event": "text", "index": np.uint32([0]), "text_output": b"\xc3"})], "not UTF-8"),
-        ([Done(), Text("a")], "follows `done`"),
+        ([Done(), Text("a")], "follows the last one"),
     ],
 )
 async def test_answers_that_do_not_add_up_are_refused(triton, script, sentence):

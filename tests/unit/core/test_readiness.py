@@ -32,6 +32,7 @@ def stages():
 
 @pytest.fixture
 def asked(stages):
+    wait_until(lambda: not watching())  # for doors that other tests have closed
     looked = Readiness(lambda timeout_s: {name: dict(state) for name, state in stages.items()})
     yield looked
     looked.close()
