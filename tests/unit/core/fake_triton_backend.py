@@ -23,7 +23,8 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 BACKENDS = Path(tritone.__file__).parent.parent
-SPEAKERS = ("triton", "bls", "stage_door", "orchestrator")  # modules of the library that bind this one
+# Modules of the library that bind this one.
+SPEAKERS = ("triton", "bls", "stage_door", "reception", "orchestrator")
 
 MODELS = {}  # by Triton model name: what answers its BLS calls, InferenceRequest to InferenceResponse
 

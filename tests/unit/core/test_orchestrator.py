@@ -269,7 +269,7 @@ class Bench:
     @property
     def is_idle(self):
         o = self.orchestrator
-        return not (o._sessions or o._tasks or o._background)
+        return not (o._sessions or o._reception._tasks or o._background)
 
     def check(self):
         """Every client has exactly one end, and nothing of its request is left anywhere."""
@@ -305,9 +305,9 @@ class Complaints(logging.Handler):
 
 @pytest.fixture
 def make_bench(monkeypatch):
-    from tritone import orchestrator
+    from tritone import reception
 
-    monkeypatch.setattr(orchestrator, "CANCEL_POLL_S", CANCEL_POLL_S)
+    monkeypatch.setattr(reception, "CANCEL_POLL_S", CANCEL_POLL_S)
     complaints = Complaints()
     logging.getLogger("asyncio").addHandler(complaints)
     benches = []
@@ -445,7 +445,7 @@ def test_a_request_that_is_submitted_as_the_drain_begins_has_an_end(bench):
 
     def in_one_turn():
         bench.drain = loop.create_task(orchestrator._drain())
-        orchestrator._accept({"text_input": "hi"}, {}, Reply(request))
+        orchestrator._reception._accept({"text_input": "hi"}, {}, Reply(request))
 
     loop.call_soon_threadsafe(in_one_turn)
     assert request.sender.outcome(1.0) == "UNAVAILABLE"
