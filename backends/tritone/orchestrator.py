@@ -39,14 +39,16 @@ from tritone.errors import (
 from tritone.fault_log import described
 from tritone.fetch import Fetcher
 from tritone.inbox import Inbox
+from tritone.metrics import Publisher
 from tritone.pipeline import Batching, Facts, Stage
 from tritone.ports import Array, by_name
-from tritone.reception import Reception
+from tritone.reception import Arrival, Reception
 from tritone.request import MAX_DRAWN_SEED, check_supported, read_request
 from tritone.routing import FRAMES, NUM_TOKENS, SEGMENT_END, Routing
 from tritone.session import Session
 from tritone.stream import FrameChunk
-from tritone.triton import Reply, log_info
+from tritone.tally import RequestTally
+from tritone.triton import Reply, log_error, log_info, make_metric_family
 
 READY_POLL_S = 0.1
 CLEANUP_TIMEOUT_S = 5.0
@@ -84,7 +86,14 @@ class Orchestrator:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="orchestrator")
         self._thread.start()
         self._inbox = asyncio.run_coroutine_threadsafe(self._make_inbox(), self._loop).result()
-        self._reception = Reception(name, self._loop, self._answer)
+        self._publisher = Publisher(
+            {"pipeline": self._pipeline.name, "model": name.partition("/")[0]},
+            make_metric_family if deploy.metrics else None,
+            log_error,
+        )
+        tally = RequestTally(self._publisher, may_stream, deploy.max_in_flight, self._admission)
+        self._reception = Reception(name, self._loop, self._answer, tally.ended)
+        self._publisher.start(tally.look)
 
     # -- for the door (any thread) ---------------------------------------------------------------------------
 
@@ -92,23 +101,29 @@ class Orchestrator:
         """Answer a request through `reply`, later; never raises."""
         self._reception.submit(values, parameters, reply)
 
+    def refuse(self, reply: Reply, error: TritoneError) -> None:
+        """End a request whose inputs cannot be read."""
+        self._reception.refuse(reply, error)
+
     def close(self) -> None:
         """Cancel what runs, then stop."""
         self._reception.close()
         asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(timeout=2 * CLEANUP_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLEANUP_TIMEOUT_S)
+        self._publisher.close()
         self._stages.close()
         self._encoders.shutdown(wait=False)
         self._fetcher.close()
 
     # -- one request -----------------------------------------------------------------------------------------
 
-    async def _answer(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> None:
-        if values.get("op"):
-            await self._operate(values["op"], reply)
+    async def _answer(self, arrival: Arrival) -> None:
+        if arrival.values.get("op"):
+            await self._operate(arrival.values["op"], arrival.reply)
         else:
-            await self._serve(self._admit(values, parameters, reply))
+            arrival.session = self._admit(arrival.values, arrival.parameters, arrival.reply)
+            await self._serve(arrival.session)
 
     def _admit(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> Session:
         self._reception.check_open()
@@ -125,6 +140,7 @@ class Orchestrator:
             routing=Routing(self._pipeline, plan, request.modalities),
             answer=Answer(request, self._facts.sample_rate_hz, reply.send, self._encoders),
         )
+        session.writer = self._writer(session)
         self._sessions[session.id] = session
         return session
 
@@ -147,6 +163,7 @@ class Orchestrator:
 
     async def _work(self, session: Session) -> None:
         """Open the stages and take what they make; again from the start if one dies and deploy says so."""
+        session.started = True
         resumes_left, opened = self._deploy.resumes, False
         while True:
             try:
@@ -269,6 +286,7 @@ class Orchestrator:
         for consumer, feed in feeds.items():
             inputs = session.routing.chunk_inputs(name, piece.values, consumer)
             if FRAMES in inputs:
+                session.num_frames += len(inputs[FRAMES])
                 feed.push(inputs[FRAMES], bool(inputs.get(SEGMENT_END, False)))
             if piece.last and session.routing.feeds(name, consumer):
                 feed.end()

@@ -438,6 +438,7 @@ def test_a_fault_of_the_plan_is_one_internal_error(make_bench):
 
 def test_a_request_that_is_submitted_as_the_drain_begins_has_an_end(bench):
     """Both reach the event loop in the same turn."""
+    from tritone.reception import Arrival
     from tritone.triton import Reply
 
     request = fake.ClientRequest({}, OUTPUTS)
@@ -445,7 +446,7 @@ def test_a_request_that_is_submitted_as_the_drain_begins_has_an_end(bench):
 
     def in_one_turn():
         bench.drain = loop.create_task(orchestrator._drain())
-        orchestrator._reception._accept({"text_input": "hi"}, {}, Reply(request))
+        orchestrator._reception._accept(Arrival({"text_input": "hi"}, {}, Reply(request)))
 
     loop.call_soon_threadsafe(in_one_turn)
     assert request.sender.outcome(1.0) == "UNAVAILABLE"
