@@ -1,6 +1,6 @@
 """What Tritone shows on the server's own `/metrics`: the families, and what hands their values to Triton.
 
-    orchestrator, doors ─count, observe, set─► Publisher: adds up ─ its thread, twice a second ─► Triton
+    orchestrator, doors ─count, observe, set─► Publisher: adds up ─ its thread, once a second ─► Triton
 
 A call to Triton crosses to the server's process and takes some 40 µs; two at a time on one series end the
 server, and so does a call on a series that another process has ended. So one thread of a process makes all
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-PUBLISH_EVERY_S = 0.5
+PUBLISH_EVERY_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 
 LATENCY_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0)
@@ -239,7 +239,8 @@ class Publisher:
             amounts, self._amounts = self._amounts, {}
             levels, self._levels = self._levels, {}
         for series, amount in amounts.items():
-            self._metric(series).increment(amount)
+            if amount or series not in self._metrics:
+                self._metric(series).increment(amount)
         for _ in range(len(self._observed)):
             series, value = self._observed.popleft()
             self._metric(series).observe(value)

@@ -54,7 +54,7 @@ def total(found, name, **labels):
 
 
 async def settled(url, condition, what):
-    """The scrape at which the condition holds, waited for: values are published twice a second."""
+    """The scrape at which the condition holds, waited for: values are published once a second."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         found = await asyncio.to_thread(scrape, url)
