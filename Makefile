@@ -2,7 +2,7 @@
 # make serve         the same server, until Ctrl-C
 # make test          everything that must pass
 # make soak          load and faults for a quarter of an hour: tests/soak/soak.py
-# make setup weights lint format clean
+# make setup weights prometheus lint format clean
 #
 # PYTHON, VENV           the interpreter to use, and where to install
 # TORCH_INDEX            an index to install torch and torchvision from, where the usual one gives CUDA builds
@@ -28,7 +28,7 @@ SERVE_READY := $(VENV)/.installed-serve
 TEST_READY := $(VENV)/.installed-test
 SOURCES := backends client tests build
 
-.PHONY: demo serve test soak setup weights lint format clean
+.PHONY: demo serve test soak setup weights prometheus lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(SERVE_READY) weights
@@ -38,7 +38,7 @@ export PROMPT AUDIO OUT
 serve: $(SERVE_READY) weights
 	@$(BIN)/tritone serve $(PIPELINE) $(ARGS)
 
-test: $(TEST_READY) weights lint
+test: $(TEST_READY) weights lint prometheus
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 soak: $(SERVE_READY)
@@ -49,6 +49,9 @@ setup: $(SERVE_READY)
 weights: $(SERVE_READY)
 	@$(BIN)/python build/smoltalk.py
 	@$(BIN)/python build/qwen3_omni_tiny.py
+
+prometheus: $(TEST_READY)
+	@$(BIN)/python build/prometheus_tools.py
 
 lint: $(TEST_READY)
 	$(BIN)/ruff check $(SOURCES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from tritone import contract as c
 from tritone.audio import AudioEncoder, base64_s16, encode_audio, to_s16
 from tritone.busy import BusyTimes
 from tritone.errors import EngineLost
+from tritone.pace import Pace
 from tritone.ports import Array
 from tritone.request import Request
 
@@ -38,13 +38,13 @@ class Answer:
         self._send = send
         self._encoders = encoders
         self._rate_hz = sample_rate_hz or 0
-        self._began_s = time.monotonic()
+        self.pace = Pace()
         self._index = 0
         self._offset = 0  # samples sent
         self._texts: list[str] = []
         self._text_tokens: list[int] = []
+        self.num_text_tokens = 0  # behind the text that went out
         self._sounds: list[Array] = []  # float32, kept only for a whole answer
-        self._first_s: dict[str, float] = {}
         self.finish_reasons: dict[str, str] = {}
         self._said = ""  # text that was sent
         self._again_text, self._again_samples = "", 0  # what is made again and was sent before
@@ -55,14 +55,14 @@ class Answer:
 
     @property
     def is_empty(self) -> bool:
-        return not self._first_s
+        return not self.pace.first_s
 
     @property
     def ahead_s(self) -> float:
         """How much more sound was streamed than time has passed since its first packet."""
-        if not self._request.stream or "audio" not in self._first_s:
+        if not self._request.stream or "audio" not in self.pace.first_s:
             return 0.0
-        return self.audio_s - (time.monotonic() - self._began_s - self._first_s["audio"])
+        return self.audio_s - (self.pace.now_s - self.pace.first_s["audio"])
 
     @property
     def audio_s(self) -> float:
@@ -72,6 +72,7 @@ class Answer:
         """The stages begin again from the same seed: what they say is new only from where it was on."""
         self._texts.clear()
         self._text_tokens.clear()
+        self.num_text_tokens = self.num_text_tokens if self._request.stream else 0
         self._sounds.clear()
         if self._request.stream:
             self._again_text, self._again_samples = self._said, self._offset
@@ -89,7 +90,8 @@ class Answer:
         self._again_text, delta = self._again_text[len(known) :], delta[len(known) :]
         if known and not delta:
             return
-        self._first_s.setdefault("text", time.monotonic() - self._began_s)
+        self.pace.note("text")
+        self.num_text_tokens += num_tokens
         if not self._request.stream:
             self._texts.append(delta)
             self._text_tokens.append(num_tokens)
@@ -107,7 +109,7 @@ class Answer:
         samples = samples[known:]
         if not len(samples):
             return
-        self._first_s.setdefault("audio", time.monotonic() - self._began_s)
+        self.pace.note("audio")
         offset, self._offset = self._offset, self._offset + len(samples)
         if not self._request.stream:
             self._sounds.append(samples)
@@ -133,15 +135,15 @@ class Answer:
         usage = {**_summary(stage_usage, writer), "audio_s": round(self.audio_s, 6), "stages": stage_usage}
         info: dict[str, Any] = {"usage": usage, "seed": self._request.seed}
         if self._request.return_timings:
-            now_s = time.monotonic()
+            began_s, total_s = self.pace.began_s, self.pace.now_s
             info["timings"] = {
                 **{
                     f"{name}_s": round(at, 6)
                     for name, at in zip(("ttft", "ttfp"), self._firsts(), strict=True)
                     if at
                 },
-                "total_s": round(now_s - self._began_s, 6),
-                "idle_s": round(busy.idle_s(self._began_s, now_s), 6),  # no stage computed
+                "total_s": round(total_s, 6),
+                "idle_s": round(busy.idle_s(began_s, began_s + total_s), 6),  # no stage computed
                 "stages": stage_timings,
             }
         tensors = {
@@ -165,7 +167,7 @@ class Answer:
         self._event("done", tensors, final=True)
 
     def _firsts(self) -> tuple[float | None, float | None]:
-        return self._first_s.get("text"), self._first_s.get("audio")
+        return self.pace.first_s.get("text"), self.pace.first_s.get("audio")
 
     async def _off_loop(self, work: Callable[..., T], *arguments: Any) -> T:
         """`work(*arguments)`, on a thread if it takes long."""

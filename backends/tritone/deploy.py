@@ -122,6 +122,7 @@ class Deploy:
     stall_s: float = 30.0  # a request to which no stage gives anything for this long has its stages pinged
     stall_limit_s: float = 120.0  # … and for this long is ended
     resumes: int = 0  # times that a request whose engine died begins again, unheard up to where it was
+    metrics: bool = True  # shown by the server's /metrics, see metrics.py
     chunks: Chunks = field(default_factory=Chunks)
     limits: Limits = field(default_factory=Limits)
     connector: ConnectorLimits = field(default_factory=ConnectorLimits)
@@ -236,6 +237,7 @@ class _Top:
     stall_s: float = Deploy.stall_s
     stall_limit_s: float = Deploy.stall_limit_s
     resumes: int = Deploy.resumes
+    metrics: bool = Deploy.metrics
     mode: str = Deploy.mode
 
 

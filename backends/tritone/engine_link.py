@@ -63,6 +63,7 @@ class EngineLink:
         self._channel: wire.Channel | None = None
         self._ready = threading.Event()
         self._failure: ConfigError | None = None
+        self.loads = 0  # how often the process, or another at its address, became ready
         self._load_s: float | None = None  # how long the last load took; None: it never loaded
         self._began_s = time.monotonic()  # when the present load began
         self._due_s = 0.0  # when an engine that is lost is expected back, monotonic
@@ -190,6 +191,7 @@ class EngineLink:
             match channel.receive():
                 case wire.Ready(load_s):
                     self._load_s = load_s
+                    self.loads += 1
                     self._failure = None
                     self._ready.set()
                 case wire.LoadFailed(what, cure):

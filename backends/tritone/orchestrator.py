@@ -28,7 +28,6 @@ from tritone.chunk_feed import ChunkFeed
 from tritone.control import DropStream, OpenSession, PingStage, RunChunk
 from tritone.deploy import Deploy
 from tritone.errors import (
-    Cancelled,
     DeadlineExceeded,
     EngineLost,
     InvalidRequest,
@@ -40,15 +39,17 @@ from tritone.errors import (
 from tritone.fault_log import described
 from tritone.fetch import Fetcher
 from tritone.inbox import Inbox
+from tritone.metrics import Publisher
 from tritone.pipeline import Batching, Facts, Stage
 from tritone.ports import Array, by_name
+from tritone.reception import Arrival, Reception
 from tritone.request import MAX_DRAWN_SEED, check_supported, read_request
 from tritone.routing import FRAMES, NUM_TOKENS, SEGMENT_END, Routing
 from tritone.session import Session
 from tritone.stream import FrameChunk
-from tritone.triton import Reply, log_error, log_info
+from tritone.tally import RequestTally
+from tritone.triton import Reply, log_error, log_info, make_metric_family
 
-CANCEL_POLL_S = 0.05
 READY_POLL_S = 0.1
 CLEANUP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 2.5  # below what those who ping allow, so that they hear which stage it is
@@ -73,28 +74,36 @@ class Orchestrator:
         self._counter = itertools.count(1)
         self._sequence_base = secrets.randbits(62)  # nobody else can name a live sequence
         self._sessions: dict[str, Session] = {}
-        self._tasks: dict[Reply, asyncio.Task[None]] = {}
         self._models = {stage.name: deploy.stage(stage.name).model for stage in self._pipeline.stages}
         self._stage_names = {model: name for name, model in self._models.items()}
         self._admission = Admission(deploy.max_in_flight, deploy.max_queued)
         self._lost_s: dict[str, float] = {}  # by engine address: loop time at which it was lost
         self._background: set[asyncio.Task[None]] = set()
-        self._draining: Unavailable | None = None  # what new requests are told
         self._stages = Stages(deploy.bls_threads, key)
         self._fetcher = Fetcher(deploy)
         self._encoders = ThreadPoolExecutor(1, "encode")
         self._loop = asyncio.new_event_loop()
-        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="orchestrator")
         self._thread.start()
         self._inbox = asyncio.run_coroutine_threadsafe(self._make_inbox(), self._loop).result()
-        threading.Thread(target=self._watch_cancels, daemon=True, name="cancels").start()
+        self._publisher = Publisher(
+            {"pipeline": self._pipeline.name, "model": name.partition("/")[0]},
+            make_metric_family if deploy.metrics else None,
+            log_error,
+        )
+        tally = RequestTally(self._publisher, may_stream, deploy.max_in_flight, self._admission)
+        self._reception = Reception(name, self._loop, self._answer, tally.ended)
+        self._publisher.start(tally.look)
 
     # -- for the door (any thread) ---------------------------------------------------------------------------
 
     def submit(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> None:
         """Answer a request through `reply`, later; never raises."""
-        self._loop.call_soon_threadsafe(self._accept, values, parameters, reply)
+        self._reception.submit(values, parameters, reply)
+
+    def refuse(self, reply: Reply, error: TritoneError) -> None:
+        """End a request whose inputs cannot be read."""
+        self._reception.refuse(reply, error)
 
     def states(self, timeout_s: float) -> dict[str, dict[str, Any]]:
         """As `ping`. Raises TimeoutError."""
@@ -102,52 +111,26 @@ class Orchestrator:
 
     def close(self) -> None:
         """Cancel what runs, then stop."""
-        self._closing.set()
+        self._reception.close()
         asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result(timeout=2 * CLEANUP_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLEANUP_TIMEOUT_S)
+        self._publisher.close()
         self._stages.close()
         self._encoders.shutdown(wait=False)
         self._fetcher.close()
 
     # -- one request -----------------------------------------------------------------------------------------
 
-    def _accept(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> None:
-        task = self._loop.create_task(self._guard(values, parameters, reply))
-        self._tasks[reply] = task
-        task.add_done_callback(partial(self._note_gone, reply))
-
-    def _note_gone(self, reply: Reply, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(reply, None)
-        if task.cancelled():  # before its first step, so that `_guard` could not say it
-            self._fail(reply, self._draining or Cancelled("the request was cancelled"))
-
-    async def _guard(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> None:
-        """Whatever happens inside, the client gets exactly one end."""
-        try:
-            if values.get("op"):
-                await self._operate(values["op"], reply)
-            else:
-                await self._serve(self._admit(values, parameters, reply))
-        except TritoneError as error:
-            self._fail(reply, error)
-        except asyncio.CancelledError:
-            self._fail(reply, self._draining or Cancelled("the request was cancelled"))
-        except Exception as error:
-            log_error(f"{self._name}: {described(error)}")
-            self._fail(
-                reply, TritoneError(f"the pipeline failed: {error}", "report this with the server log")
-            )
-
-    def _fail(self, reply: Reply, error: TritoneError) -> None:
-        try:
-            reply.fail(error)
-        except Exception as failure:
-            log_error(f"{self._name}: cannot tell a client {error.code}: {described(failure)}")
+    async def _answer(self, arrival: Arrival) -> None:
+        if arrival.values.get("op"):
+            await self._operate(arrival.values["op"], arrival.reply)
+        else:
+            arrival.session = self._admit(arrival.values, arrival.parameters, arrival.reply)
+            await self._serve(arrival.session)
 
     def _admit(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> Session:
-        if self._draining:
-            raise self._draining
+        self._reception.check_open()
         drawn_seed = secrets.randbelow(MAX_DRAWN_SEED)
         request = read_request(values, parameters, self._deploy, drawn_seed, reply.wants, self._may_stream)
         check_supported(request, self._pipeline)
@@ -161,6 +144,7 @@ class Orchestrator:
             routing=Routing(self._pipeline, plan, request.modalities),
             answer=Answer(request, self._facts.sample_rate_hz, reply.send, self._encoders),
         )
+        session.writer = self._writer(session)
         self._sessions[session.id] = session
         return session
 
@@ -183,6 +167,7 @@ class Orchestrator:
 
     async def _work(self, session: Session) -> None:
         """Open the stages and take what they make; again from the start if one dies and deploy says so."""
+        session.started = True
         resumes_left, opened = self._deploy.resumes, False
         while True:
             try:
@@ -305,6 +290,7 @@ class Orchestrator:
         for consumer, feed in feeds.items():
             inputs = session.routing.chunk_inputs(name, piece.values, consumer)
             if FRAMES in inputs:
+                session.num_frames += len(inputs[FRAMES])
                 feed.push(inputs[FRAMES], bool(inputs.get(SEGMENT_END, False)))
             if piece.last and session.routing.feeds(name, consumer):
                 feed.end()
@@ -461,26 +447,11 @@ class Orchestrator:
     def _engine_died(self, stage: str) -> EngineLost:
         return EngineLost(f"the engine of stage {stage} died under the request", "try again")
 
-    def _watch_cancels(self) -> None:
-        """A thread: asks Triton about each live request, and ends those whose client left."""
-        while not self._closing.wait(CANCEL_POLL_S):
-            for reply, task in self._tasks.copy().items():
-                try:
-                    if reply.is_cancelled():
-                        self._loop.call_soon_threadsafe(task.cancel)
-                except Exception as error:
-                    log_error(f"{self._name}: cannot ask about a cancellation: {described(error)}")
-
     async def _drain(self, grace_s: float = 0.0, why: str = wire.Drain().why) -> None:
         """End every request, when the grace is over at the latest, with all that this leaves to do."""
-        self._draining = Unavailable(why, "ask again when it is back")
-        if self._tasks and grace_s > 0:
-            await asyncio.wait(set(self._tasks.values()), timeout=grace_s)
-        for task in list(self._tasks.values()):
-            task.cancel()
-        for pending in (self._tasks.values(), self._background):
-            if pending:
-                await asyncio.wait(set(pending), timeout=CLEANUP_TIMEOUT_S / 2)
+        await self._reception.drain(grace_s, why, CLEANUP_TIMEOUT_S / 2)
+        if self._background:
+            await asyncio.wait(set(self._background), timeout=CLEANUP_TIMEOUT_S / 2)
 
     async def _shut_down(self) -> None:
         await self._drain()

@@ -36,6 +36,10 @@ class Session:
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage: its counts
     timings: dict[str, dict[str, float]] = field(default_factory=dict)  # by stage, seconds
     busy: BusyTimes = field(default_factory=BusyTimes)
+    writer: str | None = None  # the stage that writes the text, whether or not that was asked for
+    started: bool = False  # it got its turn
+    num_frames: int = 0  # codec frames that the stages have made for it
+    resumed: int = 0  # times that it began again
 
     def begin_again(self, id_: str, sequence: int) -> None:
         """Forget what the stages were asked and said; what the client has received stays received."""
@@ -45,4 +49,6 @@ class Session:
             record.clear()
         self.usage.clear()
         self.timings.clear()
+        self.num_frames = 0
+        self.resumed += 1
         self.answer.rewind()

@@ -19,10 +19,12 @@ from tritone.deploy import Deploy
 from tritone.engine_link import EngineLink
 from tritone.engine_process import EngineSpec
 from tritone.errors import ConfigError, TritoneError
+from tritone.metrics import Publisher
 from tritone.pipeline import Batching, Stage
 from tritone.private_memory import keep_private
 from tritone.server_key import server_key
-from tritone.triton import model_parameters
+from tritone.tally import StageTally
+from tritone.triton import log_error, make_metric_family, model_parameters
 
 SERVER_WAIT_S = 1.0  # on top of load_timeout_s
 
@@ -117,11 +119,19 @@ class StageDoor:
             else EngineLink(self.stage.name, address, None, self.settings.call_timeout_s)
             for address in addresses
         ]
+        make_family = make_metric_family if self.deploy.metrics else None
+        labels = {
+            "pipeline": self.deploy.pipeline.name,
+            "stage": self.stage.name,
+            "instance": f"{instance.device}/{instance.index}",
+        }
+        self._publisher = Publisher(labels, make_family, log_error)
         try:
             self.own.wait_ready(spec.load_timeout_s + SERVER_WAIT_S)
         except ConfigError:
             self.close()
             raise
+        self._publisher.start(StageTally(self._publisher, self.own, self.model).look)
 
     @property
     def is_ready(self) -> bool:
@@ -156,6 +166,7 @@ class StageDoor:
         self.own.tell(wire.Cancel(session))
 
     def close(self) -> None:
+        self._publisher.close()
         for link in {self.own, *self._links}:
             link.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from tritone.errors import TritoneError, Unavailable
+from tritone.metrics import Family
 from tritone.ports import Array, Port
 
 SHARED_MEMORY = "/dev/shm"
@@ -139,6 +140,12 @@ def _check_shared_memory(outputs: Mapping[str, Array]) -> None:
 def _num_bytes(array: Array) -> int:
     """Of a tensor in shared memory; a STRING array itself holds pointers only."""
     return sum(map(len, array.flat)) if array.dtype == object else array.nbytes
+
+
+def make_metric_family(family: Family) -> Any:
+    """Triton's own object of a metric family."""
+    kind = getattr(pb_utils.MetricFamily, family.kind)
+    return pb_utils.MetricFamily(name=family.name, description=family.doc, kind=kind)
 
 
 def log_info(text: str) -> None:

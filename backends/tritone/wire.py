@@ -175,6 +175,7 @@ class Piece(Message, frozen=True):
     number: int  # counts the pieces of this session on this route from 0
     values: dict[str, Any]  # by input port of the consumer
     last: bool  # the producer ends
+    made_s: float = 0.0  # time.monotonic(), which all processes of a machine share
 
 
 class Credit(Message, frozen=True):

@@ -30,7 +30,7 @@ class TritonPythonModel:
                 values = read_inputs(request, self._inputs)
                 self._orchestrator.submit(values, read_parameters(request), reply)
             except Exception as error:
-                reply.fail(as_error(error))
+                self._orchestrator.refuse(reply, as_error(error))
 
     def is_ready(self):
         """Asked by servers from python_backend r26.03 on."""

@@ -10,6 +10,7 @@ A connector moves data and signals completeness; it never chooses the next stage
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -56,6 +57,7 @@ class Delivery:
     values: Values  # by input port of the consumer
     last: bool  # nothing follows on this edge
     size_bytes: int
+    made_s: float = 0.0  # time.monotonic()
 
 
 def size_of(values: Mapping[str, Any]) -> int:
@@ -144,7 +146,7 @@ class Connector(ABC):
         """Free everything; nothing is called afterwards."""
 
     @abstractmethod
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Figures for ping and metrics, each beginning with `connector_`."""
 
 
@@ -279,6 +281,8 @@ class Receiver:
 
     def __init__(self, limits: ConnectorLimits) -> None:
         self.num_chunks = self.num_duplicates = self.num_late = 0
+        self.num_taken = self.bytes_taken = 0
+        self.latency_s = 0.0  # of all that was taken: from its making on
         self._limits = limits
         self._sessions: dict[str, _Arrivals] = {}
 
@@ -317,7 +321,11 @@ class Receiver:
         if arrivals.error is not None:
             raise arrivals.error
         taken, arrivals.ready = arrivals.ready, []
+        now_s = time.monotonic()
+        self.num_taken += len(taken)
         for delivery in taken:
+            self.bytes_taken += delivery.size_bytes
+            self.latency_s += now_s - delivery.made_s
             arrivals.inlets[delivery.key.edge].owed_bytes += delivery.size_bytes
         return taken
 

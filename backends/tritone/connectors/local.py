@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -112,7 +113,8 @@ class LocalConnector(Connector):
 
     def put(self, address: str, key: Key, values: Values, last: bool) -> None:
         size_bytes = size_of(values)
-        packet = wire.encode(wire.Piece(key.session, *key.edge, key.number, dict(values), last))
+        piece = wire.Piece(key.session, *key.edge, key.number, dict(values), last, time.monotonic())
+        packet = wire.encode(piece)
         with self._lock:
             outlet, lane = self._outlets.get(key.stream) or self._new_outlet(address, key.stream)
             if last:
@@ -198,7 +200,7 @@ class LocalConnector(Connector):
         with self._lock:
             if self._is_closed:
                 return
-            delivery = Delivery(key, piece.values, piece.last, size_of(piece.values))
+            delivery = Delivery(key, piece.values, piece.last, size_of(piece.values), piece.made_s)
             if not self._receiver.accept(delivery):
                 self._answer(channel, key, closed=True)
                 return
@@ -277,7 +279,7 @@ class LocalConnector(Connector):
         for thread in threads:
             thread.join(CLOSE_TIMEOUT_S)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         with self._lock:
             outlets = [outlet for outlet, _ in self._outlets.values()]
             return {
@@ -286,6 +288,9 @@ class LocalConnector(Connector):
                 "connector_queued_bytes": sum(outlet.queued_bytes for outlet in outlets),
                 "connector_in_flight_bytes": sum(outlet.in_flight_bytes for outlet in outlets),
                 "connector_chunks_received": self._receiver.num_chunks,
+                "connector_chunks_taken": self._receiver.num_taken,
+                "connector_bytes_taken": self._receiver.bytes_taken,
+                "connector_latency_s": self._receiver.latency_s,
                 "connector_duplicates": self._receiver.num_duplicates,
                 "connector_late": self._receiver.num_late,
             }

@@ -87,6 +87,7 @@ class Loop(ABC):
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._beat_s = time.monotonic()
         self._stats: dict[str, Any] = {"active": 0}
+        self._num_batches = self._num_batched = 0  # steps that gave something, and the shares in them
 
     def post(self, task: Callable[[], None]) -> None:
         """Have `task` called on the loop's thread."""
@@ -94,7 +95,8 @@ class Loop(ABC):
 
     def stats(self) -> dict[str, Any]:
         """The figures of the last turn, and its age."""
-        return {**self._stats, "beat_age_s": time.monotonic() - self._beat_s}
+        counts = {"batches": self._num_batches, "batched": self._num_batched}
+        return {**self._stats, **counts, "beat_age_s": time.monotonic() - self._beat_s}
 
     def run(self) -> None:
         """A loop that ends would leave a process that looks alive: end that, the door starts a new one."""
@@ -172,6 +174,8 @@ class StageLoop(Loop):
             began_s = time.monotonic()
             deltas = self._step()
             self._note_busy(began_s)
+            self._num_batches += bool(deltas)
+            self._num_batched += len(deltas)
             self._deliver(deltas)
         self._drop_expired()
         self._stats = dict(self._engine.stats())
@@ -365,10 +369,9 @@ class BatchLoop(Loop):
         super().__init__(model, lease_s)
         self._engine = engine
         self._touched_s: dict[str, float] = {}  # by stream: time.monotonic() of its last chunk
-        self._num_batches = self._num_chunks = 0
 
     def stats(self) -> dict[str, Any]:
-        return {**super().stats(), "batches": self._num_batches, "chunks": self._num_chunks}
+        return {**super().stats(), "chunks": self._num_batched}
 
     def _turn(self) -> None:
         self._drain(block=True)
@@ -383,7 +386,7 @@ class BatchLoop(Loop):
         self._beat_s = time.monotonic()
         self._touched_s.update((chunk.session, self._beat_s) for chunk in chunks)
         self._num_batches += 1
-        self._num_chunks += len(chunks)
+        self._num_batched += len(chunks)
         began_s = time.monotonic()
         try:
             results = self._engine.run(chunks)

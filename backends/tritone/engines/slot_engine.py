@@ -152,6 +152,8 @@ class SlotEngine(Engine, Generic[S]):
             "running": len(self._running),
             "waiting": len(self._waiting),
             "slots": self._slot_options.max_slots,
+            "kv_tokens": sum(session.held.filled for session in self._running.values()),
+            "kv_capacity_tokens": self._slot_options.max_slots * self._slot_options.max_context_tokens,
             **self._counts,
         }
 

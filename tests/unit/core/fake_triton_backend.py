@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import tritone
@@ -23,7 +24,8 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 BACKENDS = Path(tritone.__file__).parent.parent
-SPEAKERS = ("triton", "bls", "stage_door", "orchestrator")  # modules of the library that bind this one
+# Modules of the library that bind this one.
+SPEAKERS = ("triton", "bls", "stage_door", "reception", "orchestrator")
 
 MODELS = {}  # by Triton model name: what answers its BLS calls, InferenceRequest to InferenceResponse
 
@@ -101,6 +103,58 @@ class Logger:
     @classmethod
     def log_error(cls, text):
         cls.lines.append(("error", text))
+
+
+class MetricFamily:
+    """Of one process. What ends the server is noted in `faults`, since the caller may swallow it."""
+
+    COUNTER, GAUGE, HISTOGRAM = range(3)
+    shown = {}  # noqa: RUF012  what a scrape gives: by name and sorted labels, a number or a list of observations
+    faults = []  # noqa: RUF012
+
+    def __init__(self, name, description, kind):
+        self.name, self.description, self.kind = name, description, kind
+
+    def Metric(self, labels, buckets=None):
+        return Metric(self, labels, buckets)
+
+
+class Metric:
+    def __init__(self, family, labels, buckets):
+        self._family = weakref.ref(family)
+        self._kind = family.kind
+        self._key = family.name, tuple(sorted(labels.items()))
+        self._in_use = threading.Lock()
+        self._expect((buckets is not None) == (family.kind == MetricFamily.HISTOGRAM), "buckets")
+        MetricFamily.shown.setdefault(self._key, [] if buckets else 0.0)
+
+    def increment(self, value):
+        with self._call(MetricFamily.COUNTER):
+            self._expect(value >= 0, "a counter only grows")
+            MetricFamily.shown[self._key] += value
+
+    def set(self, value):
+        with self._call(MetricFamily.GAUGE):
+            MetricFamily.shown[self._key] = value
+
+    def observe(self, value):
+        with self._call(MetricFamily.HISTOGRAM):
+            MetricFamily.shown[self._key].append(value)
+
+    @contextlib.contextmanager
+    def _call(self, kind):
+        self._expect(self._in_use.acquire(blocking=False), "two calls at a time end the server")
+        try:
+            self._expect(self._family() is not None, "its family is gone")
+            self._expect(self._kind == kind, "the call is of another kind of metric")
+            yield
+        finally:
+            self._in_use.release()
+
+    def _expect(self, holds, what):
+        if not holds:
+            MetricFamily.faults.append(f"{self._key}: {what}")
+            raise TritonError(what)
 
 
 class ResponseSender:
@@ -225,6 +279,8 @@ def installed():
     attributes = {module: tritone.__dict__.pop(module, None) for module in SPEAKERS}
     sys.modules["triton_python_backend_utils"] = sys.modules[__name__]
     Logger.lines.clear()
+    MetricFamily.shown.clear()
+    MetricFamily.faults.clear()
     MODELS.clear()
     try:
         yield

@@ -31,6 +31,8 @@ def test_the_shipped_file_is_valid_and_caps_bls_below_the_default_thread_pool():
         ("pipeline: smoltalk\nmax_inflight: 3", ["max_inflight", "max_in_flight"]),
         ("pipeline: smoltalk\nmax_in_flight: many", ["max_in_flight", "int"]),
         ("pipeline: smoltalk\nmax_in_flight: 0", ["max_in_flight", "at least 1"]),
+        ("pipeline: smoltalk\nmetrics: 9090", ["metrics", "bool"]),
+        ("pipeline: smoltalk\nmetric: false", ["metric", "did you mean 'metrics'"]),
         ("pipeline: smoltalk\nmode: async", ["mode is 'async'", "async_chunk or sync"]),
         ("pipeline: smoltalk\nconector: {}", ["conector", "did you mean 'connector'"]),
         ("pipeline: smoltalk\nconnector: {window: 1}", ["connector", "'window'", "window_bytes"]),

@@ -188,6 +188,12 @@ def sound_of(sender):
     return np.concatenate([answer["audio_f32"] for answer in sender.responses if "audio_f32" in answer])
 
 
+def shown(name, **labels):
+    """The sum of what a scrape gives for a family and labels."""
+    series = fake.MetricFamily.shown.items()
+    return sum(value for (its, pairs), value in series if its == name and set(labels.items()) <= set(pairs))
+
+
 # -- all doors together ------------------------------------------------------------------------------------
 
 
@@ -252,16 +258,21 @@ def test_an_engine_works_until_it_is_told_of_the_cancel_and_no_longer(pipeline_d
 # -- the pipeline door -------------------------------------------------------------------------------------
 
 
-def test_a_request_that_cannot_be_read_is_refused_and_the_one_beside_it_served(pipeline_door):
+def test_a_request_that_cannot_be_read_is_refused_and_the_one_beside_it_served(server):
+    door = server.door("tritone_pipeline", "echo", decoupled=True)
     bad = [
         fake.ClientRequest({"text_input": np.array([b"\xff"], object)}, OUTPUTS),
         fake.ClientRequest({"text_input": np.array([b"a", b"b"], object)}, OUTPUTS),
         client_request(text_input="hi", parameters={"temperature": 1}),
     ]
     good = client_request(text_input="hi", stream=True)
-    pipeline_door.execute([*bad, good])
+    before = shown("tritone_requests_total", model="echo", outcome="refused", code="INVALID_ARG")
+    door.execute([*bad, good])
     assert [request.sender.outcome() for request in bad] == ["INVALID_ARG"] * 3
     assert good.sender.outcome() == "done"
+    door.finalize()  # publishes what is left
+    after = shown("tritone_requests_total", model="echo", outcome="refused", code="INVALID_ARG")
+    assert after == before + 3
 
 
 class UnreadableRequest(fake.ClientRequest):
@@ -435,6 +446,22 @@ def test_chunks_of_one_execute_are_one_batch_of_the_engine(server):
     before = loop.stats()["batches"]
     assert [end_of(r) for r in server.batch_door.execute([chunk() for _ in range(5)])] == ["done"] * 5
     assert loop.stats()["batches"] == before + 1
+
+
+def test_each_stage_shows_what_its_engine_did(server, pipeline_door):
+    stages = ("writer", "singer", "wave")
+    before = {stage: shown("tritone_stage_batched_total", stage=stage) for stage in stages}
+    assert ask(pipeline_door, text_input="hello my dear world").outcome() == "done"
+    for stage in stages:
+        labels = {"pipeline": "echo", "stage": stage, "instance": "cpu/0"}
+        wait_until(lambda: shown("tritone_stage_batched_total", **labels) > before[labels["stage"]])  # noqa: B023
+        assert shown("tritone_engine_up", **labels) == 1
+        assert shown("tritone_engine_restarts_total", **labels) == 0
+    taken = {"stage": "singer", "instance": "cpu/0"}
+    wait_until(lambda: shown("tritone_connector_chunks_total", **taken) >= 4)
+    assert shown("tritone_connector_bytes_total", **taken) > 0
+    assert 0 < shown("tritone_connector_latency_seconds_total", **taken) < 5
+    assert fake.MetricFamily.faults == []
 
 
 def test_a_drop_frees_the_stream(server):

@@ -178,6 +178,7 @@ class Bench:
         self.ill = {}  # by stage: the "error" of its ping
         self._held = []
         self._clients = []
+        self.requests = []  # those of the clients that do not only ask after the stages
         fake.MODELS.clear()
         fake.MODELS["echo_writer"] = lambda request: self._engine_stage("writer", request)
         fake.MODELS["echo_singer"] = lambda request: self._engine_stage("singer", request)
@@ -196,6 +197,8 @@ class Bench:
         values = {"text_input": text, "stream": decoupled, "modalities": "text", **values}
         self.orchestrator.submit(values, parameters or {}, Reply(request))
         self._clients.append(request.sender)
+        if not values.get("op"):
+            self.requests.append(request.sender)
         return request.sender
 
     def speak(self, text="abcd", **more):
@@ -269,7 +272,7 @@ class Bench:
     @property
     def is_idle(self):
         o = self.orchestrator
-        return not (o._sessions or o._tasks or o._background)
+        return not (o._sessions or o._reception._tasks or o._background)
 
     def check(self):
         """Every client has exactly one end, and nothing of its request is left anywhere."""
@@ -292,6 +295,26 @@ class Bench:
         self.singer.close()
 
 
+def counted():
+    """By outcome and code, the requests that metrics tell of; those of closed orchestrators are complete."""
+    counts = Counter()
+    for (name, labels), value in fake.MetricFamily.shown.items():
+        if name == "tritone_requests_total":
+            counts[dict(labels)["outcome"], dict(labels)["code"]] += value
+    return +counts
+
+
+def check_counts(requests):
+    """Each request is counted exactly once, by the code that its client got."""
+    assert fake.MetricFamily.faults == []
+    told = Counter(fake.outcome_of(request.responses[-1]) for request in requests)
+    codes = Counter()
+    for (outcome, code), count in counted().items():
+        assert (code == "OK") == (outcome == "ok" or (outcome == "deadline" and code == "OK")), outcome
+        codes["done" if code == "OK" else code] += count
+    assert codes == told
+
+
 class Complaints(logging.Handler):
     """What asyncio logs: exceptions of callbacks, and of tasks that nobody asked."""
 
@@ -305,10 +328,11 @@ class Complaints(logging.Handler):
 
 @pytest.fixture
 def make_bench(monkeypatch):
-    from tritone import orchestrator
+    from tritone import reception
 
-    monkeypatch.setattr(orchestrator, "CANCEL_POLL_S", CANCEL_POLL_S)
+    monkeypatch.setattr(reception, "CANCEL_POLL_S", CANCEL_POLL_S)
     complaints = Complaints()
+    fake.MetricFamily.shown.clear()
     logging.getLogger("asyncio").addHandler(complaints)
     benches = []
 
@@ -323,6 +347,7 @@ def make_bench(monkeypatch):
     finally:
         for bench in benches:
             bench.close()
+        check_counts([request for bench in benches for request in bench.requests])
         benches.clear()
         gc.collect()  # a task whose exception nobody took says so when it goes
         logging.getLogger("asyncio").removeHandler(complaints)
@@ -438,6 +463,7 @@ def test_a_fault_of_the_plan_is_one_internal_error(make_bench):
 
 def test_a_request_that_is_submitted_as_the_drain_begins_has_an_end(bench):
     """Both reach the event loop in the same turn."""
+    from tritone.reception import Arrival
     from tritone.triton import Reply
 
     request = fake.ClientRequest({}, OUTPUTS)
@@ -445,10 +471,61 @@ def test_a_request_that_is_submitted_as_the_drain_begins_has_an_end(bench):
 
     def in_one_turn():
         bench.drain = loop.create_task(orchestrator._drain())
-        orchestrator._accept({"text_input": "hi"}, {}, Reply(request))
+        orchestrator._reception._accept(Arrival({"text_input": "hi"}, {}, Reply(request)))
 
     loop.call_soon_threadsafe(in_one_turn)
+    bench.requests.append(request.sender)
     assert request.sender.outcome(1.0) == "UNAVAILABLE"
+
+
+def test_each_end_is_counted_once_as_what_it_was(make_bench):
+    from tritone.triton import Reply
+
+    bench = make_bench(max_in_flight=3)
+    assert bench.ask("one two").outcome() == "done"
+    assert bench.ask("hi", parameters={"nonsense": 1}).outcome() == "INVALID_ARG"
+    bench.script = refuse
+    assert bench.ask("too long for its stage").outcome() == "INVALID_ARG"
+    bench.script = lambda bench, session, text: bench.writer.fail(session, "INTERNAL", "it broke")
+    assert bench.ask("hi").outcome() == "INTERNAL"
+    bench.script = silent
+    assert bench.ask("hi", parameters={"deadline_ms": 50}).outcome() == "DEADLINE_EXCEEDED"
+    bench.script = lambda bench, session, text: bench.writer.piece(session, 0, {"text": "half"})
+    assert bench.ask("hi", parameters={"deadline_ms": 100}).outcome() == "done"
+    bench.script = silent
+    leaver, *running = [bench.ask("hi") for _ in range(3)]
+    wait_until(lambda: len(bench.opened["writer"]) == 8)
+    assert bench.ask("no room").outcome() == "UNAVAILABLE"
+    leaver.cancelled = True
+    assert leaver.outcome() == "CANCELLED"
+    assert bench.ask(op="ping").outcome() == "done"
+    unread = fake.ClientRequest({}, OUTPUTS)
+    bench.orchestrator.refuse(Reply(unread), InvalidRequest("text_input is no text", "mend it"))
+    bench.requests.append(unread.sender)
+    drain = bench.orchestrator._drain()
+    asyncio.run_coroutine_threadsafe(drain, bench.orchestrator._loop).result(5)
+    assert [client.outcome() for client in running] == ["UNAVAILABLE"] * 2
+    assert bench.ask("too late").outcome() == "UNAVAILABLE"
+    bench.check()
+    bench.close()
+    assert counted() == {
+        ("ok", "OK"): 1,
+        ("deadline", "OK"): 1,
+        ("deadline", "DEADLINE_EXCEEDED"): 1,
+        ("cancelled", "CANCELLED"): 1,
+        ("refused", "INVALID_ARG"): 3,
+        ("refused", "UNAVAILABLE"): 2,
+        ("failed", "INTERNAL"): 1,
+        ("failed", "UNAVAILABLE"): 2,
+    }
+
+
+def test_without_metrics_nothing_is_shown(make_bench):
+    bench = make_bench(metrics=False)
+    assert bench.ask("one two").outcome() == "done"
+    bench.close()
+    assert fake.MetricFamily.shown == {}
+    bench.requests.clear()
 
 
 def test_a_streamed_answer_is_whole_and_says_how_it_ended(bench):
@@ -1229,6 +1306,11 @@ def test_a_stream_goes_on_where_it_was_when_its_engine_comes_back(make_bench, de
     assert offsets == [sum(lengths[:i]) for i in range(len(lengths))], "no sample twice, none left out"
     assert sum(lengths) == len("one two three ") * SAMPLES_PER_FRAME
     assert len(bench.opened["singer"]) == deaths + 1, "each time under a new name"
+    bench.check()
+    bench.close()
+    assert counted() == {("ok", "OK"): 1}
+    labels = (("model", "echo"), ("pipeline", "echo"))
+    assert fake.MetricFamily.shown["tritone_resumes_total", labels] == deaths
 
 
 def test_a_whole_answer_is_made_anew(make_bench):
