@@ -321,7 +321,24 @@ def test_chunks_of_every_size_arrive_equal_in_order_and_complete(make_end):
     assert all(np.array_equal(item.values["x"], array) for item, array in zip(got, arrays, strict=True))
     wait_until(lambda: giver.stat("in_flight_bytes") == 0)
     assert giver.stat("chunks_put") == taker.stat("chunks_received") == len(arrays)
+    assert taker.stat("chunks_taken") == len(arrays) and giver.stat("chunks_taken") == 0
+    assert taker.stat("bytes_taken") == sum(size_of({"x": array}) for array in arrays)
     assert giver.connector._outlets == {} and giver.budget.used_bytes == 0
+
+
+def test_the_latency_of_a_chunk_is_from_its_making_until_it_is_taken(make_end):
+    giver, taker = make_end("giver"), make_end()
+    taker.connector.expect("s")
+    began_s = time.monotonic()
+    for number in range(3):
+        put(giver, taker, number)
+    made_s = time.monotonic()
+    wait_until(lambda: taker.stat("chunks_received") == 3)
+    assert taker.stat("latency_s") == 0, "nothing was taken yet"
+    wait_until(lambda: time.monotonic() > made_s + 0.05)
+    asked_s = time.monotonic()
+    taker.get("s", 3)
+    assert 3 * (asked_s - made_s) <= taker.stat("latency_s") <= 3 * (time.monotonic() - began_s)
 
 
 def test_sessions_and_stages_do_not_mix(make_end):

@@ -287,6 +287,16 @@ def test_a_lost_consumer_fails_the_sessions_that_feed_it(stage):
     assert [message.what for message in stage.inboxes.sent] == ["the stage after m went away"]
 
 
+def test_steps_that_gave_something_are_counted_and_the_sessions_in_them(stage):
+    stage.open("s")
+    stage.open("t")
+    stage.makes(Delta("s", {"text": "a"}), Delta("t", {"text": "b"}))
+    stage.makes(Delta("s", {"text": "c"}))
+    stage.turn()
+    stats = stage.loop.stats()
+    assert (stats["batches"], stats["batched"]) == (2, 3)
+
+
 def test_the_figures_of_the_connector_are_among_those_of_the_stage(stage):
     stage.open()
     stage.turn()

@@ -94,14 +94,18 @@ def test_abort_frees_the_slot_and_leaves_neighbours_alone(make_engine: MakeEngin
     answers = run(engine, steps=10)
     engine.abort("a")
     engine.check_integrity()
-    assert engine.stats()["running"] == 2
+    stats = engine.stats()
+    assert stats["running"] == 2 and stats["slots"] == 3
+    held = sum(slot.filled for slot in engine._slots.all if slot.owner is not None)
+    assert stats["kv_tokens"] == held > 20, "of those that live alone"
+    assert stats["kv_capacity_tokens"] == 3 * engine._slot_options.max_context_tokens
     engine.abort("unknown")
     run(engine, answers, steps=3)
     engine.abort("b")
     run(engine, answers)
     assert asked.tokens[asked.prompt_tokens :] == expected
     assert answers.last.keys() == {"x", "late"}
-    assert engine.stats()["active"] == 0
+    assert engine.stats()["active"] == engine.stats()["kv_tokens"] == 0
 
 
 def test_abort_in_the_middle_of_a_prompt_and_in_the_queue(make_engine: MakeEngine) -> None:
