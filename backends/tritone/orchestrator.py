@@ -14,6 +14,7 @@ import itertools
 import json
 import secrets
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -46,6 +47,7 @@ from tritone.request import MAX_DRAWN_SEED, check_supported, read_request
 from tritone.routing import FRAMES, NUM_TOKENS, SEGMENT_END, Routing
 from tritone.session import Session
 from tritone.stream import FrameChunk
+from tritone.timeline import Call, Timeline
 from tritone.triton import Reply, log_error, log_info
 
 CANCEL_POLL_S = 0.05
@@ -149,13 +151,15 @@ class Orchestrator:
         check_supported(request, self._pipeline)
         plan = self._pipeline.plan(request)
         id_, sequence = self._next_id()
+        timeline = Timeline(reply.received_s)
         session = Session(
             id=id_,
             sequence=sequence,
             request=request,
             plan=plan,
             routing=Routing(self._pipeline, plan, request.modalities),
-            answer=Answer(request, self._facts.sample_rate_hz, reply.send, self._encoders),
+            answer=Answer(request, self._facts.sample_rate_hz, reply.send, self._encoders, timeline),
+            timeline=timeline,
         )
         self._sessions[session.id] = session
         return session
@@ -164,6 +168,7 @@ class Orchestrator:
         deadline_s, complete = session.request.deadline_s, False
         try:
             async with asyncio.timeout(deadline_s), self._admission.turn(session.request.priority):
+                session.timeline.note_turn()
                 session.request, session.plan = await self._fetcher.filled(session.request, session.plan)
                 await self._work(session)
                 complete = True
@@ -223,6 +228,7 @@ class Orchestrator:
             except asyncio.CancelledError:
                 self._in_background(self._undo_open(opening, session.id))
                 raise
+            session.timeline.note_opened(stage.name)
             session.endpoints[stage.name] = endpoint
             if self._lost_s.get(endpoint, -1.0) >= began_s:
                 raise self._engine_died(stage.name)
@@ -295,6 +301,8 @@ class Orchestrator:
                 f"piece {piece.number} of stage {name} came when {expected} was due", "try again"
             )
         session.pieces_seen[name] = expected + 1
+        if piece.values:
+            session.timeline.note_output(name)
         for port, value in piece.values.items():
             if self._pipeline.modality_of(name, port) == "text":
                 session.answer.text(value, int(piece.values.get(NUM_TOKENS, 0)))
@@ -309,8 +317,7 @@ class Orchestrator:
         name = self._stage_names[end.source]
         session.finished[name] = end.reason
         session.usage[name] = dict(end.usage)
-        session.timings[name] = {key: round(value, 6) for key, value in end.timings.items()}
-        session.busy.note(name, end.busy)
+        session.timeline.note_end(name, end)
 
     async def _finish(self, session: Session, complete: bool) -> None:
         """Send `done`. A modality that the deadline cut off says so; text may end long before speech."""
@@ -324,9 +331,7 @@ class Orchestrator:
                 # Who asked for audio alone sees no other reason, and what is heard breaks off.
                 reason = "length"
             session.answer.finish_reasons[modality] = reason
-        for name, busy_s in session.busy.by_stage().items():
-            session.timings.setdefault(name, {})["busy_s"] = round(busy_s, 6)
-        await session.answer.done(session.usage, session.timings, session.busy, self._writer(session))
+        await session.answer.done(session.usage, self._writer(session))
 
     def _writer(self, session: Session) -> str | None:
         """The stage that writes the text, whether or not the text was asked for."""
@@ -383,11 +388,12 @@ class Orchestrator:
             )
         )
         session.chunk_calls[stage.name] = call
-        began_s = self._loop.time()
+        began_s = time.monotonic()
         reply, samples = await asyncio.shield(call)
         assert samples is not None
-        session.busy.note(stage.name, reply["busy"])
-        _note_call(session.timings.setdefault(stage.name, {}), self._loop.time() - began_s)
+        busy_from_s, busy_to_s = reply["busy"]
+        times = Call(began_s, time.monotonic(), len(chunk.frames), reply["batch"], (busy_from_s, busy_to_s))
+        session.timeline.note_call(stage.name, times, len(samples) > 0, chunk.last)
         if chunk.last:
             del session.chunk_calls[stage.name]
         return samples
@@ -481,12 +487,6 @@ class Orchestrator:
     async def _shut_down(self) -> None:
         await self._drain()
         self._inbox.close()
-
-
-def _note_call(timings: dict[str, float], call_s: float) -> None:
-    """Add one call to what is known of a stage that Triton batches; its wait for a batch counts as well."""
-    timings["calls"] = timings.get("calls", 0) + 1
-    timings["calls_s"] = round(timings.get("calls_s", 0.0) + call_s, 6)
 
 
 def _first(error: BaseException) -> BaseException:

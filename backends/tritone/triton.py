@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -86,6 +87,7 @@ class Reply:
     """
 
     def __init__(self, request: Any) -> None:
+        self.received_s = time.monotonic()
         self._sender = request.get_response_sender()
         self._requested = frozenset(request.requested_output_names())
         self._lock = threading.Lock()

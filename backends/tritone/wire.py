@@ -144,6 +144,7 @@ class StreamResult(msgspec.Struct, frozen=True, array_like=True):
     what: str = ""
     cure: str = ""
     busy: tuple[float, float] = (0.0, 0.0)  # when the batch was computed, time.monotonic()
+    batch: int = 1  # chunks of the batch
 
 
 class Ran(Message, frozen=True):
@@ -187,6 +188,18 @@ class Credit(Message, frozen=True):
     closed: bool = False  # the consumer wants no more pieces of this session
 
 
+class StageTimes(msgspec.Struct, frozen=True, array_like=True):
+    """When a stage had a session; moments by time.monotonic(), which all processes of a machine share."""
+
+    opened_s: float
+    ended_s: float
+    first_output_s: float | None = None  # None: it gave nothing
+    last_output_s: float | None = None
+    queued_s: float | None = None  # how long it waited in the engine's own queue; None: there is none
+    steps: int = 0  # of the engine that gave it something
+    batch: float | None = None  # mean number of sessions that such a step gave something
+
+
 class Finished(Message, frozen=True):
     """A session ended on a stage."""
 
@@ -194,7 +207,7 @@ class Finished(Message, frozen=True):
     source: str
     reason: str  # stop, length, repetition
     usage: dict[str, Any]
-    timings: dict[str, float]  # seconds since the stage opened the session
+    times: StageTimes
     busy: Any = ()  # float64 [n, 2]: when the stage computed while it had the session, time.monotonic()
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from tritone import wire
 from tritone.connectors.base import Connector, Delivery, Key
-from tritone.engines.base import BatchEngine, Chunk, Delta, Engine, Value, Values
+from tritone.engines.base import QUEUED, BatchEngine, Chunk, Delta, Engine, Value, Values
 from tritone.errors import EngineLost, TritoneError, Unavailable
 
 log = logging.getLogger("tritone.engine")
@@ -138,10 +138,24 @@ class Seat:
     opened_s: float  # time.monotonic()
     fed_s: float  # when something last came for it
     first_output_s: float | None = None
+    last_output_s: float | None = None
+    phases: list[tuple[str, float]] = field(
+        default_factory=list
+    )  # that the engine named, and when they began
+    steps: int = 0  # that gave it something
+    companions: int = 0  # sessions that those steps gave something, all added up
     numbers: dict[int, int] = field(default_factory=dict)  # pieces sent, by index of the route
     whole: bool = False  # the engine gets nothing before all sources have ended
     held: list[Delivery] = field(default_factory=list)  # what came until then, in order
     busy: list[tuple[float, float]] = field(default_factory=list)  # when the engine computed meanwhile
+
+    @property
+    def queued_s(self) -> float | None:
+        """How long it was in the phase `queued`; None: it never was."""
+        times = [at_s for _, at_s in self.phases]
+        spans = zip(self.phases, times[1:], strict=False)
+        waits = [end_s - at_s for (phase, at_s), end_s in spans if phase == QUEUED]
+        return sum(waits) if waits else None
 
 
 class StageLoop(Loop):
@@ -158,6 +172,7 @@ class StageLoop(Loop):
         )
         self._engine = engine
         self._engine.wake = partial(self.post, _turn_once)
+        self._engine.note_phase = self._note_phase
         self._peers = peers
         self._seats: dict[str, Seat] = {}
         self._failed_steps = 0
@@ -172,6 +187,7 @@ class StageLoop(Loop):
             began_s = time.monotonic()
             deltas = self._step()
             self._note_busy(began_s)
+            self._note_batch(deltas)
             self._deliver(deltas)
         self._drop_expired()
         self._stats = dict(self._engine.stats())
@@ -195,6 +211,17 @@ class StageLoop(Loop):
         for seat in self._seats.values():
             seat.busy.append(span)
 
+    def _note_batch(self, deltas: list[Delta]) -> None:
+        sessions = {delta.session for delta in deltas if delta.outputs}
+        for session in sessions & self._seats.keys():
+            self._seats[session].steps += 1
+            self._seats[session].companions += len(sessions)
+
+    def _note_phase(self, session: str, phase: str) -> None:
+        seat = self._seats.get(session)
+        if seat is not None:
+            seat.phases.append((phase, time.monotonic()))
+
     # -- tasks that reader threads post ---------------------------------------------------------------------
 
     def open(self, message: wire.Open, answer: Answer) -> None:
@@ -203,24 +230,26 @@ class StageLoop(Loop):
             answer(wire.Refused(message.call, "INVALID_ARG", what, "use another id"))
             return
         self.connector.expect(message.session)
+        now = time.monotonic()
+        self._seats[message.session] = Seat(
+            message.inbox, message.routes, message.sources, now, now, whole=message.whole
+        )
         try:
             self._peers.ensure(message.inbox)
             self._engine.add_request(message.session, message.inputs, message.settings)
         except wire.Disconnected as error:
+            self._leave(message.session)
             self.connector.ignore(message.session)
             answer(
                 wire.Refused(message.call, "UNAVAILABLE", f"the orchestrator is gone ({error})", "try again")
             )
         except Exception as error:
             fault = error if isinstance(error, TritoneError) else self._logged(error, "add_request")
+            self._leave(message.session)
             self._engine.abort(message.session)
             self.connector.ignore(message.session)
             answer(wire.Refused(message.call, fault.code, fault.what, fault.cure))
         else:
-            now = time.monotonic()
-            self._seats[message.session] = Seat(
-                message.inbox, message.routes, message.sources, now, now, whole=message.whole
-            )
             answer(wire.Opened(message.call))
             if message.sources == 0:
                 self._push(message.session, {}, last=True)
@@ -305,8 +334,9 @@ class StageLoop(Loop):
             return
         now = time.monotonic()
         last = delta.finish_reason is not None
-        if delta.outputs and seat.first_output_s is None:
-            seat.first_output_s = now
+        if delta.outputs:
+            seat.first_output_s = seat.first_output_s or now
+            seat.last_output_s = now
         for index, route in enumerate(seat.routes):
             values = {
                 target: delta.outputs[port] for port, target in route.ports.items() if port in delta.outputs
@@ -327,12 +357,18 @@ class StageLoop(Loop):
             self._peers.send(seat.inbox, self._finished(delta, seat, now))
 
     def _finished(self, delta: Delta, seat: Seat, now: float) -> wire.Finished:
-        timings = {"total_s": now - seat.opened_s}
-        if seat.first_output_s is not None:
-            timings["first_output_s"] = seat.first_output_s - seat.opened_s
+        times = wire.StageTimes(
+            seat.opened_s,
+            now,
+            seat.first_output_s,
+            seat.last_output_s,
+            seat.queued_s,
+            seat.steps,
+            seat.companions / seat.steps if seat.steps else None,
+        )
         reason = delta.finish_reason or "stop"
         busy = np.asarray(seat.busy, np.float64).reshape(-1, 2)
-        return wire.Finished(delta.session, self.model, reason, dict(delta.usage), timings, busy)
+        return wire.Finished(delta.session, self.model, reason, dict(delta.usage), times, busy)
 
     def _failed(self, session: str, error: TritoneError) -> wire.Failed:
         return wire.Failed(session, self.model, error.code, error.what, error.cure)
@@ -402,7 +438,7 @@ class BatchLoop(Loop):
                 self.cancel(chunk.session)
         self._stats = dict(self._engine.stats())
         busy = (began_s, time.monotonic())
-        answer(wire.Ran(message.call, [_stream_result(result, busy) for result in results]))
+        answer(wire.Ran(message.call, [_stream_result(result, busy, len(chunks)) for result in results]))
 
     def cancel(self, session: str) -> None:
         if self._touched_s.pop(session, None) is not None:
@@ -412,7 +448,7 @@ class BatchLoop(Loop):
         """Nothing is sent from here; streams end by their END chunk, a cancel or the lease."""
 
 
-def _stream_result(result: Values | TritoneError, busy: tuple[float, float]) -> wire.StreamResult:
+def _stream_result(result: Values | TritoneError, busy: tuple[float, float], batch: int) -> wire.StreamResult:
     if isinstance(result, TritoneError):
         return wire.StreamResult({}, result.code, result.what, result.cure)
-    return wire.StreamResult(dict(result), busy=busy)
+    return wire.StreamResult(dict(result), busy=busy, batch=batch)

@@ -97,7 +97,7 @@ class StageEngine:
         self.push(wire.Piece(session, self._model, "", number, values, last))
 
     def finish(self, session, reason="stop"):
-        self.push(wire.Finished(session, self._model, reason, {"completion_tokens": 2}, {"total_s": 0.1}))
+        self.push(wire.Finished(session, self._model, reason, {"completion_tokens": 2}, times(0.1)))
 
     def fail(self, session, code, what):
         self.push(wire.Failed(session, self._model, code, what, "do it again"))
@@ -261,7 +261,7 @@ class Bench:
 
     def _sound(self, samples):
         """samples: [1, n]"""
-        reply = contract.REPLY.pack(json.dumps({"busy": [0.0, 0.0]}))[None]
+        reply = contract.REPLY.pack(json.dumps({"busy": [0.0, 0.0], "batch": 3}))[None]
         return fake.InferenceResponse([fake.Tensor("pcm", samples), fake.Tensor("reply", reply)])
 
     # -- the end
@@ -461,18 +461,24 @@ def test_a_streamed_answer_is_whole_and_says_how_it_ended(bench):
     assert [int(answer["index"][0]) for answer in client.responses] == list(range(len(client.responses)))
 
 
+def times(total_s, first_output_s=None):
+    """Of a stage that opens a session now and ends it after `total_s`, and gives something once or never."""
+    now = time.monotonic()
+    first_s = None if first_output_s is None else now + first_output_s
+    return wire.StageTimes(now, now + total_s, first_s, first_s)
+
+
 def ending_with(writer="stop", singer="stop"):
     """A script of a healthy pipeline whose stages end for these reasons, each with counts of its own."""
 
     def script(bench, session, text):
         usage = {"prompt_tokens": 5, "completion_tokens": 2}
         bench.writer.piece(session, 0, {"text": "abcd"}, last=True)
-        bench.writer.push(wire.Finished(session, "echo_writer", writer, usage, {"total_s": 0.5}))
+        bench.writer.push(wire.Finished(session, "echo_writer", writer, usage, times(0.5)))
         if bench.is_heard("singer", session):
             bench.sing(session, 0, "abcd", last=True)
             usage = {"prompt_tokens": 90, "completion_tokens": 11, "codec_frames": 4}
-            timings = {"total_s": 0.75, "first_output_s": 0.25}
-            bench.singer.push(wire.Finished(session, "echo_singer", singer, usage, timings))
+            bench.singer.push(wire.Finished(session, "echo_singer", singer, usage, times(0.75, 0.25)))
 
     return script
 
@@ -513,10 +519,17 @@ def test_done_keeps_what_each_stage_counts_and_how_long_it_took(bench):
     }
     assert int(client.responses[-1]["num_input_tokens"][0]) == 5
     stages = info["timings"]["stages"]
-    assert stages["writer"] == {"total_s": 0.5, "busy_s": 0.0}
-    assert stages["singer"] == {"total_s": 0.75, "first_output_s": 0.25, "busy_s": 0.0}
+    writer, singer, wave = (stages[name] for name in ("writer", "singer", "wave"))
+    assert (writer["total_s"], writer["busy_s"], writer["tokens"]) == (0.5, 0.0, 2)
+    assert (singer["total_s"], singer["first_output_s"], singer["frames"]) == (0.75, 0.25, 4)
+    assert singer["first_output_at_s"] - singer["opened_at_s"] == pytest.approx(0.25, abs=1e-5)
+    assert "first_output_at_s" not in writer, "it says that it gave nothing"
     assert info["timings"]["idle_s"] == info["timings"]["total_s"], "no stage of this bench computes"
-    assert stages["wave"]["calls"] == 2 and stages["wave"]["calls_s"] > 0  # four frames, then the end
+    assert wave["calls"] == 2 and wave["calls_s"] > 0 and wave["frames"] == 4  # four frames, then the end
+    assert [(frames, batch) for _, _, frames, batch in wave["call_spans"]] == [(4, 3), (0, 3)]
+    assert wave["opened_at_s"] == wave["call_spans"][0][0] and wave["ended_at_s"] == wave["call_spans"][1][1]
+    assert 0 <= info["timings"]["queued_s"] < singer["opened_at_s"] < wave["opened_at_s"]
+    assert info["timings"]["ttfp_s"] >= wave["first_output_at_s"] == wave["last_output_at_s"]
 
 
 def test_what_a_deadline_cuts_off_is_sent_and_says_so(bench):
