@@ -70,10 +70,10 @@ processes; other `…_s` are durations. What a stage does not know is left out.
 | `first_output_at_s`, `last_output_at_s` | it gave something |
 | `ended_at_s` | it was done; missing if it was cut off |
 | `first_output_s`, `total_s` | the same, since it opened; waits for input and for other requests included |
-| `queued_s` | of it in the engine's own queue; of a stage that Triton batches: of its calls until they computed |
+| `queued_s` | of it in the engine's own queue; where Triton batches: in calls, until they computed |
 | `tokens`, `frames` | of text or of speech that it drew; codec frames that it made or decoded |
-| `steps`, `batch` | engine steps that gave it something; the mean number of requests that they gave something |
-| `calls`, `calls_s`, `batch` | of a stage that Triton batches: a call a chunk; mean number of chunks together |
+| `steps`, `batch` | engine steps that gave it something; mean number of requests that they gave some |
+| `calls`, `calls_s`, `batch` | where Triton batches: a call a chunk; mean number of chunks together |
 | `busy_s` | it computed, for other requests of the same batches too |
 | `busy` | when: `[begin, end]` moments, ascending, at most 256; of more, the shortest gaps are filled |
 | `call_spans` | `[begin, end, frames, batch]` of the first 256 calls |
@@ -105,7 +105,8 @@ PARAMETER_DOCS = {
     "seed": "the same seed gives the same answer; also in sampling_parameters",
     "priority": "without effect: Triton keeps it to itself",
     "queue_priority": "0 (default) to 100: among requests that wait for their turn, lower is sooner",
-    "traceparent": "reserved",
+    "traceparent": "the caller's span (W3C Trace Context): spans of the request are recorded below it",
+    "tracestate": "what came with it, at most 512 characters",
     "initial_codec_chunk_frames": "codec frames of the first audio chunk",
     "codec_chunk_frames": "codec frames of every later one, as soon as growth allows",
     "codec_chunk_growth": "at most so many times the chunk before, rounded up (1 or more); 0: no such bound",

@@ -44,10 +44,12 @@ from tritone.inbox import Inbox
 from tritone.pipeline import Batching, Facts, Stage
 from tritone.ports import Array, by_name
 from tritone.request import MAX_DRAWN_SEED, check_supported, read_request
+from tritone.request_trace import RequestTrace, answer_attributes
 from tritone.routing import FRAMES, NUM_TOKENS, SEGMENT_END, Routing
 from tritone.session import Session
 from tritone.stream import FrameChunk
 from tritone.timeline import Call, Timeline
+from tritone.tracing import Attribute, Tracer
 from tritone.triton import Reply, log_error, log_info
 
 CANCEL_POLL_S = 0.05
@@ -60,7 +62,14 @@ class Orchestrator:
     """Runs the requests of one pipeline model on an event loop of its own."""
 
     def __init__(
-        self, deploy: Deploy, facts: Facts, name: str, address: str, may_stream: bool, key: str = ""
+        self,
+        deploy: Deploy,
+        facts: Facts,
+        name: str,
+        address: str,
+        may_stream: bool,
+        key: str = "",
+        tracer: Tracer | None = None,
     ) -> None:
         """name: unique in this server; begins every session id. address: of the inbox, see inbox.address.
 
@@ -72,6 +81,7 @@ class Orchestrator:
         self._name = name
         self._address = address
         self._may_stream = may_stream
+        self._tracer = tracer or Tracer()
         self._counter = itertools.count(1)
         self._sequence_base = secrets.randbits(62)  # nobody else can name a live sequence
         self._sessions: dict[str, Session] = {}
@@ -107,6 +117,7 @@ class Orchestrator:
         self._stages.close()
         self._encoders.shutdown(wait=False)
         self._fetcher.close()
+        self._tracer.close()
 
     # -- one request -----------------------------------------------------------------------------------------
 
@@ -144,6 +155,16 @@ class Orchestrator:
             log_error(f"{self._name}: cannot tell a client {error.code}: {described(failure)}")
 
     def _admit(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> Session:
+        trace = RequestTrace(self._tracer, self._pipeline.name, parameters, reply.received_s)
+        try:
+            return self._make_session(values, parameters, reply, trace)
+        except Exception as error:
+            trace.end(error)
+            raise
+
+    def _make_session(
+        self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply, trace: RequestTrace
+    ) -> Session:
         if self._draining:
             raise self._draining
         drawn_seed = secrets.randbelow(MAX_DRAWN_SEED)
@@ -160,15 +181,28 @@ class Orchestrator:
             routing=Routing(self._pipeline, plan, request.modalities),
             answer=Answer(request, self._facts.sample_rate_hz, reply.send, self._encoders, timeline),
             timeline=timeline,
+            trace=trace,
         )
         self._sessions[session.id] = session
         return session
 
     async def _serve(self, session: Session) -> None:
+        """Answer, and end the request's spans with what came of it."""
+        try:
+            await self._answer(session)
+        except BaseException as error:
+            drained = isinstance(error, asyncio.CancelledError) and self._draining
+            session.trace.end(drained or error)
+            raise
+        session.trace.end(attributes=self._attributes(session))
+
+    async def _answer(self, session: Session) -> None:
         deadline_s, complete = session.request.deadline_s, False
+        session.trace.note_queued()
         try:
             async with asyncio.timeout(deadline_s), self._admission.turn(session.request.priority):
                 session.timeline.note_turn()
+                session.trace.note_turn()
                 session.request, session.plan = await self._fetcher.filled(session.request, session.plan)
                 await self._work(session)
                 complete = True
@@ -219,6 +253,7 @@ class Orchestrator:
                 settings=dict(call.settings),
                 routes=session.routing.routes(stage, self._models, session.endpoints, self._inbox.address),
                 whole=self._deploy.mode == "sync",
+                trace=dict(session.trace.stage(stage.name)),
             )
             inputs = {ports[name]: value for name, value in call.inputs.items()}
             began_s = self._loop.time()
@@ -227,6 +262,9 @@ class Orchestrator:
                 endpoint = (await asyncio.shield(opening))["endpoint"]
             except asyncio.CancelledError:
                 self._in_background(self._undo_open(opening, session.id))
+                raise
+            except TritoneError as error:
+                session.trace.fail_stage(stage.name, error.code)
                 raise
             session.timeline.note_opened(stage.name)
             session.endpoints[stage.name] = endpoint
@@ -277,6 +315,7 @@ class Orchestrator:
                 continue
             heard_s = self._loop.time()
             if isinstance(message, wire.Failed):
+                session.trace.fail_stage(self._stage_names[message.source], message.code)
                 raise from_code(message.code, message.what, message.cure)
             if isinstance(message, wire.Finished):
                 waiting.discard(self._stage_names[message.source])
@@ -318,6 +357,7 @@ class Orchestrator:
         session.finished[name] = end.reason
         session.usage[name] = dict(end.usage)
         session.timeline.note_end(name, end)
+        session.trace.end_stage(name, session.timeline.stages[name])
 
     async def _finish(self, session: Session, complete: bool) -> None:
         """Send `done`. A modality that the deadline cut off says so; text may end long before speech."""
@@ -331,7 +371,15 @@ class Orchestrator:
                 # Who asked for audio alone sees no other reason, and what is heard breaks off.
                 reason = "length"
             session.answer.finish_reasons[modality] = reason
-        await session.answer.done(session.usage, self._writer(session))
+        await session.answer.done(session.usage, self._writer(session), session.trace.trace_id)
+
+    def _attributes(self, session: Session) -> dict[str, Attribute]:
+        """What the span of an answered request says of it."""
+        usage = session.usage.get(self._writer(session) or "", {})
+        answer = session.answer
+        return answer_attributes(
+            answer.finish_reasons, usage, answer.firsts, session.request.seed, answer.audio_s
+        )
 
     def _writer(self, session: Session) -> str | None:
         """The stage that writes the text, whether or not the text was asked for."""
@@ -378,7 +426,8 @@ class Orchestrator:
         """One chunk through a Triton-batched stage: mono float32 [n]."""
         ports = by_name(stage.inputs)
         settings = dict(session.plan[stage.name].settings) if first else {}
-        control = RunChunk(session.id, first, chunk.last, settings)
+        trace = dict(session.trace.stage(stage.name))
+        control = RunChunk(session.id, first, chunk.last, settings, trace)
         inputs: dict[Any, Any] = {ports[FRAMES]: chunk.frames} if len(chunk.frames) else {}
         if SEGMENT_END in ports:
             inputs[ports[SEGMENT_END]] = chunk.segment_end
@@ -389,12 +438,17 @@ class Orchestrator:
         )
         session.chunk_calls[stage.name] = call
         began_s = time.monotonic()
-        reply, samples = await asyncio.shield(call)
+        try:
+            reply, samples = await asyncio.shield(call)
+        except TritoneError as error:
+            session.trace.fail_stage(stage.name, error.code)
+            raise
         assert samples is not None
         busy_from_s, busy_to_s = reply["busy"]
         times = Call(began_s, time.monotonic(), len(chunk.frames), reply["batch"], (busy_from_s, busy_to_s))
         session.timeline.note_call(stage.name, times, len(samples) > 0, chunk.last)
         if chunk.last:
+            session.trace.end_stage(stage.name, session.timeline.stages[stage.name])
             del session.chunk_calls[stage.name]
         return samples
 

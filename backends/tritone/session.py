@@ -10,6 +10,7 @@ from tritone.answer import Answer
 from tritone.pipeline import Plan
 from tritone.ports import Array
 from tritone.request import Request
+from tritone.request_trace import RequestTrace
 from tritone.routing import Routing
 from tritone.timeline import Timeline
 
@@ -28,6 +29,7 @@ class Session:
     routing: Routing
     answer: Answer
     timeline: Timeline
+    trace: RequestTrace
     mail: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)  # wire messages from engines
     endpoints: dict[str, str] = field(default_factory=dict)  # by open stage: address of its engine
     # By Triton-batched stage whose sequence has begun and not ended: the last call to it.
@@ -44,4 +46,5 @@ class Session:
             record.clear()
         self.usage.clear()
         self.timeline.forget_stages()
+        self.trace.begin_again()
         self.answer.rewind()

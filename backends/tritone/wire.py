@@ -65,6 +65,7 @@ class Open(Message, frozen=True):
     settings: dict[str, Any]
     routes: list[Route]
     whole: bool = False  # the engine gets nothing of its upstream stages before all of them have ended
+    trace: dict[str, str] = {}  # carrier of the span above, see tracing; {}: none is recorded
 
 
 class Opened(Message, frozen=True):
@@ -126,6 +127,7 @@ class StreamChunk(msgspec.Struct, frozen=True, array_like=True):
     start: bool
     end: bool
     settings: dict[str, Any]
+    trace: dict[str, str] = {}  # as for Open
 
 
 class Run(Message, frozen=True):

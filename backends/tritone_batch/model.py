@@ -41,7 +41,7 @@ class TritonPythonModel:
         match call:
             case control.RunChunk():
                 inputs = read_batched_inputs(request, self._door.stage.inputs)
-                return StreamChunk(call.session, inputs, call.start, call.end, call.settings)
+                return StreamChunk(call.session, inputs, call.start, call.end, call.settings, call.trace)
             case control.DropStream():
                 self._door.cancel(call.session)
                 return {}

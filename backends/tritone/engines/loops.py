@@ -26,13 +26,16 @@ import numpy as np
 from tritone import wire
 from tritone.connectors.base import Connector, Delivery, Key
 from tritone.engines.base import QUEUED, BatchEngine, Chunk, Delta, Engine, Value, Values
-from tritone.errors import EngineLost, TritoneError, Unavailable
+from tritone.errors import Cancelled, EngineLost, TritoneError, Unavailable
+from tritone.tracing import NO_SPAN, Attribute, Span, Tracer
 
 log = logging.getLogger("tritone.engine")
 
 IDLE_WAIT_S = 1.0  # how often an idle loop looks at leases
 MAX_FAILED_STEPS = 3  # in a row; then the engine's state is given up, and its door starts a new process
 GIVEN_UP_STATUS = 70  # exit status of such a process
+
+NO_USAGE: Mapping[str, int | float] = {}
 
 Answer = Callable[[wire.AnyMessage], None]
 
@@ -80,9 +83,10 @@ class Peers:
 class Loop(ABC):
     """One stage's thread: turns until the process ends."""
 
-    def __init__(self, model: str, lease_s: float) -> None:
+    def __init__(self, model: str, lease_s: float, tracer: Tracer | None = None) -> None:
         """model: Triton model name. lease_s: a session that waits longer for input is dropped."""
         self.model = model
+        self._tracer = tracer or Tracer()
         self._lease_s = lease_s
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._beat_s = time.monotonic()
@@ -104,6 +108,7 @@ class Loop(ABC):
                 self._turn()
         except BaseException:
             log.exception("stage %s: the loop ended", self.model)
+            self._tracer.close()
             os._exit(GIVEN_UP_STATUS)
 
     def _drain(self, block: bool) -> None:
@@ -142,6 +147,7 @@ class Seat:
     phases: list[tuple[str, float]] = field(
         default_factory=list
     )  # that the engine named, and when they began
+    span: Span = NO_SPAN
     steps: int = 0  # that gave it something
     companions: int = 0  # sessions that those steps gave something, all added up
     numbers: dict[int, int] = field(default_factory=dict)  # pieces sent, by index of the route
@@ -152,19 +158,31 @@ class Seat:
     @property
     def queued_s(self) -> float | None:
         """How long it was in the phase `queued`; None: it never was."""
-        times = [at_s for _, at_s in self.phases]
-        spans = zip(self.phases, times[1:], strict=False)
-        waits = [end_s - at_s for (phase, at_s), end_s in spans if phase == QUEUED]
+        spans = self.phase_spans(time.monotonic())
+        waits = [ended_s - began_s for phase, began_s, ended_s in spans if phase == QUEUED]
         return sum(waits) if waits else None
+
+    def phase_spans(self, now: float) -> list[tuple[str, float, float]]:
+        """Each phase, when it began and when it ended; the last ends now."""
+        ends_s = [began_s for _, began_s in self.phases[1:]] + [now]
+        return [
+            (phase, began_s, ended_s) for (phase, began_s), ended_s in zip(self.phases, ends_s, strict=False)
+        ]
 
 
 class StageLoop(Loop):
     """The loop of a stage whose engine batches."""
 
     def __init__(
-        self, model: str, engine: Engine, peers: Peers, connector: Connector, lease_s: float
+        self,
+        model: str,
+        engine: Engine,
+        peers: Peers,
+        connector: Connector,
+        lease_s: float,
+        tracer: Tracer | None = None,
     ) -> None:
-        super().__init__(model, lease_s)
+        super().__init__(model, lease_s, tracer)
         self.connector = connector
         connector.attach(
             arrived=lambda session: self.post(partial(self.take, session)),
@@ -232,20 +250,26 @@ class StageLoop(Loop):
         self.connector.expect(message.session)
         now = time.monotonic()
         self._seats[message.session] = Seat(
-            message.inbox, message.routes, message.sources, now, now, whole=message.whole
+            message.inbox,
+            message.routes,
+            message.sources,
+            now,
+            now,
+            whole=message.whole,
+            span=self._tracer.child(f"session {self.model}", message.trace, began_s=now),
         )
         try:
             self._peers.ensure(message.inbox)
             self._engine.add_request(message.session, message.inputs, message.settings)
         except wire.Disconnected as error:
-            self._leave(message.session)
+            self._leave(message.session, Unavailable.code)
             self.connector.ignore(message.session)
             answer(
                 wire.Refused(message.call, "UNAVAILABLE", f"the orchestrator is gone ({error})", "try again")
             )
         except Exception as error:
             fault = error if isinstance(error, TritoneError) else self._logged(error, "add_request")
-            self._leave(message.session)
+            self._leave(message.session, fault.code)
             self._engine.abort(message.session)
             self.connector.ignore(message.session)
             answer(wire.Refused(message.call, fault.code, fault.what, fault.cure))
@@ -263,9 +287,9 @@ class StageLoop(Loop):
         except TritoneError as error:
             self._deliver([Delta(session, error=error)])
 
-    def cancel(self, session: str) -> None:
+    def cancel(self, session: str, error: str = Cancelled.code) -> None:
         self.connector.cleanup(session)
-        if self._leave(session):
+        if self._leave(session, error):
             self._engine.abort(session)
 
     def peer_lost(self, address: str) -> None:
@@ -301,12 +325,24 @@ class StageLoop(Loop):
         self.connector.budget.release(sum(delivery.size_bytes for delivery in held))
         return held
 
-    def _leave(self, session: str) -> bool:
-        """Whether the session had a seat; now it has none."""
+    def _leave(self, session: str, error: str = "", usage: Mapping[str, int | float] = NO_USAGE) -> bool:
+        """Whether the session had a seat; now it has none. error: TritoneError.code, "" if it is done."""
         seat = self._seats.pop(session, None)
         if seat is not None:
             self._release(seat)
+            self._end_spans(seat, error, usage)
         return seat is not None
+
+    def _end_spans(self, seat: Seat, error: str, usage: Mapping[str, int | float]) -> None:
+        if not seat.span.carrier:
+            return
+        now = time.monotonic()
+        for phase, began_s, ended_s in seat.phase_spans(now):
+            self._tracer.child(phase, seat.span.carrier, began_s=began_s).end(ended_s)
+        attributes: dict[str, Attribute] = {f"tritone.usage.{name}": value for name, value in usage.items()}
+        if seat.first_output_s is not None:
+            attributes["tritone.first_output_s"] = round(seat.first_output_s - seat.opened_s, 6)
+        seat.span.end(now, error, attributes)
 
     def _push(self, session: str, values: Mapping[str, Value], last: bool) -> None:
         try:
@@ -329,7 +365,7 @@ class StageLoop(Loop):
 
     def _send(self, delta: Delta, seat: Seat) -> None:
         if delta.error is not None:
-            self.cancel(delta.session)
+            self.cancel(delta.session, delta.error.code)
             self._peers.send(seat.inbox, self._failed(delta.session, delta.error))
             return
         now = time.monotonic()
@@ -352,7 +388,7 @@ class StageLoop(Loop):
                 piece = wire.Piece(delta.session, self.model, "", number, values, last)
                 self._peers.send(route.address, piece)
         if last:
-            self._leave(delta.session)
+            self._leave(delta.session, usage=delta.usage)
             self.connector.ignore(delta.session)
             self._peers.send(seat.inbox, self._finished(delta, seat, now))
 
@@ -397,8 +433,8 @@ class StageLoop(Loop):
 class BatchLoop(Loop):
     """The loop of a stage that Triton batches."""
 
-    def __init__(self, model: str, engine: BatchEngine, lease_s: float) -> None:
-        super().__init__(model, lease_s)
+    def __init__(self, model: str, engine: BatchEngine, lease_s: float, tracer: Tracer | None = None) -> None:
+        super().__init__(model, lease_s, tracer)
         self._engine = engine
         self._touched_s: dict[str, float] = {}  # by stream: time.monotonic() of its last chunk
         self._num_batches = self._num_chunks = 0
@@ -425,6 +461,7 @@ class BatchLoop(Loop):
             results = self._engine.run(chunks)
         except Exception as error:
             log.exception("stage %s: batch failed", self.model)
+            self._record(message.chunks, began_s, [TritoneError.code] * len(chunks))
             for chunk in chunks:
                 self.cancel(chunk.session)
             answer(
@@ -438,7 +475,16 @@ class BatchLoop(Loop):
                 self.cancel(chunk.session)
         self._stats = dict(self._engine.stats())
         busy = (began_s, time.monotonic())
+        codes = [result.code if isinstance(result, TritoneError) else "" for result in results]
+        self._record(message.chunks, began_s, codes)
         answer(wire.Ran(message.call, [_stream_result(result, busy, len(chunks)) for result in results]))
+
+    def _record(self, chunks: list[wire.StreamChunk], began_s: float, codes: list[str]) -> None:
+        """A span for each chunk of a batch that has been computed."""
+        for chunk, code in zip(chunks, codes, strict=True):
+            if chunk.trace:
+                span = self._tracer.child(f"compute {self.model}", chunk.trace, began_s=began_s)
+                span.end(error=code, attributes={"tritone.batch": len(chunks)})
 
     def cancel(self, session: str) -> None:
         if self._touched_s.pop(session, None) is not None:
