@@ -198,6 +198,7 @@ class Orchestrator:
 
     async def _answer(self, session: Session) -> None:
         deadline_s, complete = session.request.deadline_s, False
+        session.timeline.note_queued()
         session.trace.note_queued()
         try:
             async with asyncio.timeout(deadline_s), self._admission.turn(session.request.priority):

@@ -1,9 +1,9 @@
 """The spans of one request as its orchestrator sees it.
 
     request ─┬─ queue         until its turn
-             ├─ stage writer ─┬─ (door) open                 below a stage: spans of other processes
-             │                └─ (engine) session ─ queued, prefill, decode
-             └─ stage wave ───── (door) run, a chunk each ── (engine) compute
+             ├─ stage talker ───┬─ (door) open                below a stage: spans of other processes
+             │                  └─ (engine) session ─ queued, prefill, decode
+             └─ stage code2wav ─── (door) run, a chunk each ── (engine) compute
 
 Attributes are numbers and names, never what a client sent: neither prompts nor the words of errors.
 """
@@ -93,10 +93,10 @@ def answer_attributes(
         "gen_ai.response.finish_reasons": list(finish_reasons.values()),
         "gen_ai.request.seed": seed,
         **{f"gen_ai.usage.{name}": int(usage[key]) for key, name in names.items() if key in usage},
-        **{f"tritone.{name}": value for name, value in firsts.items()},
+        **{f"tritone.{name}": round(value, 6) for name, value in firsts.items()},
     }
     if "audio" in finish_reasons:
-        attributes["tritone.audio_s"] = audio_s
+        attributes["tritone.audio_s"] = round(audio_s, 6)
     return attributes
 
 
@@ -110,13 +110,13 @@ def _facts(pipeline: str) -> dict[str, Attribute]:
 
 def _counts(times: StageTimeline) -> dict[str, Attribute]:
     counts = {
-        "calls": times.calls,
-        "steps": times.steps,
+        "calls": times.calls or None,
+        "steps": times.steps or None,
         "batch": times.batch,
         "queued_s": times.queued_s,
         **times.counts,
     }
-    return {f"tritone.{name}": value for name, value in counts.items() if value}
+    return {f"tritone.{name}": round(value, 6) for name, value in counts.items() if value is not None}
 
 
 def _code(error: BaseException) -> str:

@@ -132,7 +132,7 @@ class StageDoor:
         """Open a session on the least loaded engine: {"endpoint": its address}, or the TritoneError."""
         opened: Future[dict[str, Any]] = Future()
         if control.trace:
-            span = self._tracer.child(f"open {self.stage.name}", control.trace, "server")
+            span = self._tracer.child(f"open {self.model}", control.trace, "server")
             opened.add_done_callback(lambda done: span.end(error=_code(done.exception())))
         if sum(link.is_ready for link in self._links) < 2:
             live = next((link for link in self._links if link.is_ready), self.own)
@@ -151,7 +151,7 @@ class StageDoor:
 
     def run(self, chunks: list[wire.StreamChunk]) -> list[wire.StreamResult]:
         """One batch on this instance's engine; blocks. Raises TritoneError when all of it fails."""
-        spans = [self._tracer.child(f"run {self.stage.name}", chunk.trace, "server") for chunk in chunks]
+        spans = [self._tracer.child(f"run {self.model}", chunk.trace, "server") for chunk in chunks]
         traced = [
             structs.replace(chunk, trace=dict(span.carrier)) if chunk.trace else chunk
             for chunk, span in zip(chunks, spans, strict=True)

@@ -71,16 +71,16 @@ class Timeline:
         self.received_s = time.monotonic() if received_s is None else received_s
         self.busy = BusyTimes()
         self.stages: dict[str, StageTimeline] = {}
-        self._turn_s: float | None = None
+        self.queued_s: float | None = None  # how long it waited for its turn; None: it never had one
+        self._queued_from_s = self.received_s
 
-    @property
-    def queued_s(self) -> float | None:
-        """How long it waited for its turn; None: it never had one."""
-        return None if self._turn_s is None else self._turn_s - self.received_s
+    def note_queued(self) -> None:
+        """It has been read, and waits for its turn from now on."""
+        self._queued_from_s = time.monotonic()
 
     def note_turn(self) -> None:
         """Its turn has come."""
-        self._turn_s = time.monotonic()
+        self.queued_s = time.monotonic() - self._queued_from_s
 
     def note_opened(self, stage: str) -> None:
         self._stage(stage).opened_s = time.monotonic()
