@@ -17,7 +17,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,17 +24,16 @@ import numpy as np
 
 from tritone import wire
 from tritone.connectors.base import Connector, Delivery, Key
-from tritone.engines.base import QUEUED, BatchEngine, Chunk, Delta, Engine, Value, Values
+from tritone.engines.base import BatchEngine, Chunk, Delta, Engine, Value, Values
+from tritone.engines.seat import NO_USAGE, Seat
 from tritone.errors import Cancelled, EngineLost, TritoneError, Unavailable
-from tritone.tracing import NO_SPAN, Attribute, Span, Tracer
+from tritone.tracing import Tracer
 
 log = logging.getLogger("tritone.engine")
 
 IDLE_WAIT_S = 1.0  # how often an idle loop looks at leases
 MAX_FAILED_STEPS = 3  # in a row; then the engine's state is given up, and its door starts a new process
 GIVEN_UP_STATUS = 70  # exit status of such a process
-
-NO_USAGE: Mapping[str, int | float] = {}
 
 Answer = Callable[[wire.AnyMessage], None]
 
@@ -131,43 +129,6 @@ class Loop(ABC):
     @abstractmethod
     def peer_lost(self, address: str) -> None:
         """A consumer, maybe the orchestrator, went away."""
-
-
-@dataclass
-class Seat:
-    """One session on one stage."""
-
-    inbox: str
-    routes: list[wire.Route]
-    sources_left: int  # upstream stages that have not ended
-    opened_s: float  # time.monotonic()
-    fed_s: float  # when something last came for it
-    first_output_s: float | None = None
-    last_output_s: float | None = None
-    phases: list[tuple[str, float]] = field(
-        default_factory=list
-    )  # that the engine named, and when they began
-    span: Span = NO_SPAN
-    steps: int = 0  # that gave it something
-    companions: int = 0  # sessions that those steps gave something, all added up
-    numbers: dict[int, int] = field(default_factory=dict)  # pieces sent, by index of the route
-    whole: bool = False  # the engine gets nothing before all sources have ended
-    held: list[Delivery] = field(default_factory=list)  # what came until then, in order
-    busy: list[tuple[float, float]] = field(default_factory=list)  # when the engine computed meanwhile
-
-    @property
-    def queued_s(self) -> float | None:
-        """How long it was in the phase `queued`; None: it never was."""
-        spans = self.phase_spans(time.monotonic())
-        waits = [ended_s - began_s for phase, began_s, ended_s in spans if phase == QUEUED]
-        return sum(waits) if waits else None
-
-    def phase_spans(self, now: float) -> list[tuple[str, float, float]]:
-        """Each phase, when it began and when it ended; the last ends now."""
-        ends_s = [began_s for _, began_s in self.phases[1:]] + [now]
-        return [
-            (phase, began_s, ended_s) for (phase, began_s), ended_s in zip(self.phases, ends_s, strict=False)
-        ]
 
 
 class StageLoop(Loop):
@@ -330,19 +291,8 @@ class StageLoop(Loop):
         seat = self._seats.pop(session, None)
         if seat is not None:
             self._release(seat)
-            self._end_spans(seat, error, usage)
+            seat.end_spans(self._tracer, error, usage)
         return seat is not None
-
-    def _end_spans(self, seat: Seat, error: str, usage: Mapping[str, int | float]) -> None:
-        if not seat.span.carrier:
-            return
-        now = time.monotonic()
-        for phase, began_s, ended_s in seat.phase_spans(now):
-            self._tracer.child(phase, seat.span.carrier, began_s=began_s).end(ended_s)
-        attributes: dict[str, Attribute] = {f"tritone.usage.{name}": value for name, value in usage.items()}
-        if seat.first_output_s is not None:
-            attributes["tritone.first_output_s"] = round(seat.first_output_s - seat.opened_s, 6)
-        seat.span.end(now, error, attributes)
 
     def _push(self, session: str, values: Mapping[str, Value], last: bool) -> None:
         try:
@@ -393,18 +343,9 @@ class StageLoop(Loop):
             self._peers.send(seat.inbox, self._finished(delta, seat, now))
 
     def _finished(self, delta: Delta, seat: Seat, now: float) -> wire.Finished:
-        times = wire.StageTimes(
-            seat.opened_s,
-            now,
-            seat.first_output_s,
-            seat.last_output_s,
-            seat.queued_s,
-            seat.steps,
-            seat.companions / seat.steps if seat.steps else None,
-        )
         reason = delta.finish_reason or "stop"
         busy = np.asarray(seat.busy, np.float64).reshape(-1, 2)
-        return wire.Finished(delta.session, self.model, reason, dict(delta.usage), times, busy)
+        return wire.Finished(delta.session, self.model, reason, dict(delta.usage), seat.times(now), busy)
 
     def _failed(self, session: str, error: TritoneError) -> wire.Failed:
         return wire.Failed(session, self.model, error.code, error.what, error.cure)

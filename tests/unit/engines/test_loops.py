@@ -1,7 +1,6 @@
 """The loop around an engine: what wakes it, what it gives engine and connector, and in which order."""
 
 import threading
-
 import time
 
 import numpy as np
