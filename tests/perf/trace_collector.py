@@ -1,7 +1,11 @@
-"""A small collector of spans: takes OTLP over HTTP, as a real one does, and keeps what comes in memory."""
+"""A small collector of spans: takes OTLP over HTTP, as a real one does, and keeps what comes in memory.
+
+python tests/perf/trace_collector.py     prints its URL, and keeps nothing, until its input ends
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,8 +37,9 @@ class CollectedSpan:
 class Collector:
     """Listens on a free port of 127.0.0.1 until it is closed. status: what it answers to every export."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: bool = True) -> None:
         self.status = 200
+        self._keep = keep
         self.num_exports = 0
         self._spans: list[CollectedSpan] = []
         self._changed = threading.Condition()
@@ -81,6 +86,8 @@ class Collector:
 
     def _take(self, path: str, body: bytes) -> None:
         assert path == "/v1/traces", path
+        if not self._keep:
+            return
         message = ExportTraceServiceRequest.FromString(body)
         with self._changed:
             self.num_exports += 1
@@ -124,3 +131,8 @@ def _value(value: Any) -> Any:
     if kind == "array_value":
         return [_value(item) for item in value.array_value.values]
     return getattr(value, kind)
+
+
+if __name__ == "__main__":
+    print(Collector(keep=False).url, flush=True)
+    sys.stdin.read()
