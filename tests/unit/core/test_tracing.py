@@ -115,6 +115,13 @@ def test_a_caller_who_does_not_sample_is_obeyed_down_to_the_stages(kept):
     assert kept.spans == {}
 
 
+def test_that_an_id_is_random_is_passed_on(kept):
+    caller = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-03"}
+    stage = kept.tracer.child("stage", kept.begin(caller).carrier)
+    assert stage.carrier["traceparent"].endswith("-03")
+    assert kept.tracer.child("stage", kept.begin().carrier).carrier["traceparent"].endswith("-01")
+
+
 @pytest.mark.parametrize(("state", "passed_on"), [("vendor=1,other=2", True), (f"vendor={'x' * 600}", False)])
 def test_tracestate_is_passed_on_as_far_as_w3c_asks(kept, state, passed_on):
     request = kept.begin({**CALLER, "tracestate": state})
