@@ -10,11 +10,9 @@ Triton-batched stage is called by BLS, a call a chunk. Nothing here holds a serv
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import secrets
 import threading
-import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,7 +24,7 @@ from tritone.admission import Admission
 from tritone.answer import Answer
 from tritone.bls import Stages
 from tritone.chunk_feed import ChunkFeed
-from tritone.control import DropStream, OpenSession, PingStage, RunChunk
+from tritone.control import DropStream
 from tritone.deploy import Deploy
 from tritone.errors import (
     Cancelled,
@@ -41,21 +39,19 @@ from tritone.errors import (
 from tritone.fault_log import described
 from tritone.fetch import Fetcher
 from tritone.inbox import Inbox
-from tritone.pipeline import Batching, Facts, Stage
-from tritone.ports import Array, by_name
+from tritone.pipeline import Facts
 from tritone.request import MAX_DRAWN_SEED, check_supported, read_request
 from tritone.request_trace import RequestTrace, answer_attributes
 from tritone.routing import FRAMES, NUM_TOKENS, SEGMENT_END, Routing
 from tritone.session import Session
-from tritone.stream import FrameChunk
-from tritone.timeline import Call, Timeline
+from tritone.stage_calls import Opening, StageCalls
+from tritone.timeline import Timeline
 from tritone.tracing import Attribute, Tracer
 from tritone.triton import Reply, log_error, log_info
 
 CANCEL_POLL_S = 0.05
 READY_POLL_S = 0.1
 CLEANUP_TIMEOUT_S = 5.0
-PING_TIMEOUT_S = 2.5  # below what those who ping allow, so that they hear which stage it is
 
 
 class Orchestrator:
@@ -82,17 +78,16 @@ class Orchestrator:
         self._address = address
         self._may_stream = may_stream
         self._tracer = tracer or Tracer()
-        self._counter = itertools.count(1)
-        self._sequence_base = secrets.randbits(62)  # nobody else can name a live sequence
         self._sessions: dict[str, Session] = {}
         self._tasks: dict[Reply, asyncio.Task[None]] = {}
-        self._models = {stage.name: deploy.stage(stage.name).model for stage in self._pipeline.stages}
-        self._stage_names = {model: name for name, model in self._models.items()}
         self._admission = Admission(deploy.max_in_flight, deploy.max_queued)
         self._lost_s: dict[str, float] = {}  # by engine address: loop time at which it was lost
         self._background: set[asyncio.Task[None]] = set()
         self._draining: Unavailable | None = None  # what new requests are told
         self._stages = Stages(deploy.bls_threads, key)
+        self._calls = StageCalls(deploy, name, self._stages, self._abandon)
+        self._models = self._calls.models
+        self._stage_names = {model: name for name, model in self._models.items()}
         self._fetcher = Fetcher(deploy)
         self._encoders = ThreadPoolExecutor(1, "encode")
         self._loop = asyncio.new_event_loop()
@@ -171,7 +166,7 @@ class Orchestrator:
         request = read_request(values, parameters, self._deploy, drawn_seed, reply.wants, self._may_stream)
         check_supported(request, self._pipeline)
         plan = self._pipeline.plan(request)
-        id_, sequence = self._next_id()
+        id_, sequence = self._calls.next_id()
         timeline = Timeline(reply.received_s)
         session = Session(
             id=id_,
@@ -189,14 +184,13 @@ class Orchestrator:
     async def _serve(self, session: Session) -> None:
         """Answer, and end the request's spans with what came of it."""
         try:
-            await self._answer(session)
+            await self._take_turn(session)
         except BaseException as error:
-            drained = isinstance(error, asyncio.CancelledError) and self._draining
-            session.trace.end(drained or error)
+            session.trace.end(error)
             raise
         session.trace.end(attributes=self._attributes(session))
 
-    async def _answer(self, session: Session) -> None:
+    async def _take_turn(self, session: Session) -> None:
         deadline_s, complete = session.request.deadline_s, False
         session.timeline.note_queued()
         session.trace.note_queued()
@@ -236,7 +230,7 @@ class Orchestrator:
     async def _begin_again(self, session: Session) -> None:
         """Give a session a new name in every stage, once all that it needs serve; its deadline bounds it."""
         self._release(session)
-        session.begin_again(*self._next_id())
+        session.begin_again(*self._calls.next_id())
         self._sessions[session.id] = session
         states = None
         while states is None or any("error" in states[name] for name in session.plan):
@@ -246,33 +240,18 @@ class Orchestrator:
     async def _open(self, session: Session) -> None:
         """Open the stages that batch by themselves, consumers first, so that nothing arrives unannounced."""
         for stage in session.routing.open_order():
-            call, ports = session.plan[stage.name], by_name(stage.inputs)
-            control = OpenSession(
-                session=session.id,
-                inbox=self._inbox.address,
-                sources=session.routing.num_sources(stage.name),
-                settings=dict(call.settings),
-                routes=session.routing.routes(stage, self._models, session.endpoints, self._inbox.address),
-                whole=self._deploy.mode == "sync",
-                trace=dict(session.trace.stage(stage.name)),
-            )
-            inputs = {ports[name]: value for name, value in call.inputs.items()}
             began_s = self._loop.time()
-            opening = self._loop.create_task(self._stages.control(self._models[stage.name], control, inputs))
-            try:
-                endpoint = (await asyncio.shield(opening))["endpoint"]
-            except asyncio.CancelledError:
-                self._in_background(self._undo_open(opening, session.id))
-                raise
-            except TritoneError as error:
-                session.trace.fail_stage(stage.name, error.code)
-                raise
-            session.timeline.note_opened(stage.name)
+            endpoint = await self._calls.open(session, stage, self._inbox.address)
             session.endpoints[stage.name] = endpoint
             if self._lost_s.get(endpoint, -1.0) >= began_s:
-                raise self._engine_died(stage.name)
+                died = self._engine_died(stage.name)
+                session.trace.fail_stage(stage.name, died.code)
+                raise died
 
-    async def _undo_open(self, opening: asyncio.Task[dict[str, Any]], session: str) -> None:
+    def _abandon(self, opening: Opening, session: str) -> None:
+        self._in_background(self._undo_open(opening, session))
+
+    async def _undo_open(self, opening: Opening, session: str) -> None:
         """The request ended while the stage was being opened: it opens all the same."""
         self._inbox.tell((await opening)["endpoint"], wire.Cancel(session))
 
@@ -281,7 +260,7 @@ class Orchestrator:
         feeds = {
             stage.name: ChunkFeed(
                 session.request.chunks,
-                partial(self._call_chunk, session, stage),
+                partial(self._calls.call_chunk, session, stage),
                 session.answer,
                 whole=self._deploy.mode == "sync",
             )
@@ -391,11 +370,6 @@ class Orchestrator:
         writer = self._writer(session)
         return writer in self._pipeline.upstream(speaker) and session.finished.get(writer) == "length"
 
-    def _next_id(self) -> tuple[str, int]:
-        """A session id and a sequence number that were never used."""
-        number = next(self._counter)
-        return f"{self._name}-{number}", self._sequence_base + number
-
     def _release(self, session: Session) -> None:
         """Free everything the session holds, in every stage; the only way a session ends."""
         del self._sessions[session.id]
@@ -423,57 +397,11 @@ class Orchestrator:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _call_chunk(self, session: Session, stage: Stage, chunk: FrameChunk, first: bool) -> Array:
-        """One chunk through a Triton-batched stage: mono float32 [n]."""
-        ports = by_name(stage.inputs)
-        settings = dict(session.plan[stage.name].settings) if first else {}
-        trace = dict(session.trace.stage(stage.name))
-        control = RunChunk(session.id, first, chunk.last, settings, trace)
-        inputs: dict[Any, Any] = {ports[FRAMES]: chunk.frames} if len(chunk.frames) else {}
-        if SEGMENT_END in ports:
-            inputs[ports[SEGMENT_END]] = chunk.segment_end
-        call = self._loop.create_task(
-            self._stages.sequence(
-                self._models[stage.name], session.sequence, control, inputs, stage.outputs[0]
-            )
-        )
-        session.chunk_calls[stage.name] = call
-        began_s = time.monotonic()
-        try:
-            reply, samples = await asyncio.shield(call)
-        except TritoneError as error:
-            session.trace.fail_stage(stage.name, error.code)
-            raise
-        assert samples is not None
-        busy_from_s, busy_to_s = reply["busy"]
-        times = Call(began_s, time.monotonic(), len(chunk.frames), reply["batch"], (busy_from_s, busy_to_s))
-        session.timeline.note_call(stage.name, times, len(samples) > 0, chunk.last)
-        if chunk.last:
-            session.trace.end_stage(stage.name, session.timeline.stages[stage.name])
-            del session.chunk_calls[stage.name]
-        return samples
-
     # -- all requests ----------------------------------------------------------------------------------------
 
     async def ping(self) -> dict[str, dict[str, Any]]:
         """The state of every stage: its engines' figures, and "error" if it cannot serve."""
-        stages = self._pipeline.stages
-        states = await asyncio.gather(*(self._ping_stage(stage) for stage in stages))
-        return {stage.name: state for stage, state in zip(stages, states, strict=True)}
-
-    async def _ping_stage(self, stage: Stage) -> dict[str, Any]:
-        model = self._models[stage.name]
-        try:
-            async with asyncio.timeout(PING_TIMEOUT_S):
-                if stage.batching is Batching.ENGINE:
-                    return await self._stages.control(model, PingStage(), {})
-                number = self._sequence_base + next(self._counter)
-                state, _ = await self._stages.sequence(model, number, PingStage(), {})
-                return state
-        except TimeoutError:
-            return {"error": f"its door did not answer within {PING_TIMEOUT_S:g} s"}
-        except TritoneError as error:
-            return {"error": error.what}
+        return await self._calls.ping()
 
     async def _operate(self, op: str, reply: Reply) -> None:
         if op != "ping":

@@ -6,7 +6,8 @@
 Both serve the weight-free pipeline, on which nothing but the chain itself takes time, so a cost shows as much
 as it ever can. They take turns with the same requests, A B B A, so that other work of the machine meets both;
 what counts is the ratio within each round. {collector} stands for the URL of a collector of spans that keeps
-nothing, whose own time does not count, like the client's.
+nothing, whose own time does not count, like the client's. On a machine that others use, --together has both
+serve at the same time: what disturbs one then disturbs the other as much.
 
     collector ◄─ spans ─ server B ◄─┐
                          server A ◄─┴─ the same requests, by turns
@@ -24,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -47,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="default: 8")
     parser.add_argument("--requests", type=int, default=96, metavar="N", help="a turn; default: 96")
     parser.add_argument("--at-once", type=int, default=32, metavar="N", help="default: 32")
+    parser.add_argument("--together", action="store_true", help="both at the same time, not by turns")
     parser.add_argument("--limit", type=float, metavar="R", help="exit 1 if the median ratio is above")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     args = parser.parse_args(argv)
@@ -58,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
             (folder / name).mkdir()
             filled = tuple(text.replace("{collector}", url) for text in overrides)
             servers.append(stack.enter_context(served(PIPELINE, folder / name, filled)))
-        rounds = list(measure(*servers, args.rounds, args.requests, args.at_once))
+        work = Work(args.requests, args.at_once, args.together)
+        rounds = list(measure(*servers, args.rounds, work))
     ratios = sorted(b / a for a, b in rounds)
     figures = {
         "a": args.a,
@@ -77,25 +81,40 @@ def main(argv: list[str] | None = None) -> int:
     return int(args.limit is not None and median(ratios) > args.limit)
 
 
-def measure(
-    a: SoakServer, b: SoakServer, rounds: int, requests: int, at_once: int
-) -> Iterator[tuple[float, float]]:
+@dataclass(frozen=True)
+class Work:
+    """What a server is given in a round."""
+
+    requests: int
+    at_once: int
+    together: bool  # with the other server
+
+
+def measure(a: SoakServer, b: SoakServer, rounds: int, work: Work) -> Iterator[tuple[float, float]]:
     """Seconds of processor time per request of A and of B, a pair a round; the first round warms both up."""
     for number in range(rounds + 1):
         order = (a, b) if number % 2 else (b, a)
-        seconds = {id(server): asyncio.run(turn(server, number, requests, at_once)) for server in order}
-        pair = seconds[id(a)], seconds[id(b)]
+        first, second = asyncio.run(one_round(order, number, work))
+        pair = (first, second) if order == (a, b) else (second, first)
         if number:
             print(f"round {number}: A {1000 * pair[0]:.1f} ms, B {1000 * pair[1]:.1f} ms", flush=True)
             yield pair
 
 
-async def turn(server: SoakServer, seed: int, requests: int, at_once: int) -> float:
+async def one_round(servers: tuple[SoakServer, SoakServer], seed: int, work: Work) -> list[float]:
+    """What each took a request."""
+    if work.together:
+        return await asyncio.gather(*(turn(server, seed, work) for server in servers))
+    return [await turn(server, seed, work) for server in servers]
+
+
+async def turn(server: SoakServer, seed: int, work: Work) -> float:
     async with server.client(PIPELINE) as client:
         before_s = processor_s(server.process.pid)
-        outcomes = await all_of(client, mixed_jobs(random.Random(seed), requests), at_once)
+        outcomes = await all_of(client, mixed_jobs(random.Random(seed), work.requests), work.at_once)
+        taken_s = processor_s(server.process.pid) - before_s
     assert all(outcome.kind == "exact" for outcome in outcomes)
-    return (processor_s(server.process.pid) - before_s) / requests
+    return taken_s / work.requests
 
 
 @contextmanager

@@ -934,9 +934,9 @@ def test_silence_of_a_stage_that_is_ill_ends_the_request(make_bench):
 
 
 def test_silence_ends_the_request_when_the_door_of_the_stage_does_not_answer_a_ping(make_bench, monkeypatch):
-    from tritone import orchestrator
+    from tritone import stage_calls
 
-    monkeypatch.setattr(orchestrator, "PING_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(stage_calls, "PING_TIMEOUT_S", 0.1)
     bench = make_bench(stall_s=0.1)
     bench.script, pongs = silent, bench.hold()
     writer = fake.MODELS["echo_writer"]
