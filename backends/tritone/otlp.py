@@ -33,6 +33,8 @@ log = logging.getLogger("tritone.tracing")
 
 TRACES_PATH = "/v1/traces"
 CLOSE_S = 1.0
+SCHEDULE = "OTEL_BSP_SCHEDULE_DELAY"
+SEND_EVERY_S = 10.0  # or as soon as there are 512 spans, unless the environment gives a schedule
 MAX_TRACESTATE_CHARACTERS = 512  # what W3C asks everybody to pass on; a longer one is dropped
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 RANDOM = 2  # flag of W3C Trace Context, level 2: the trace id was drawn at random; passed on as it came
@@ -58,13 +60,21 @@ class OtlpSpan(Span):
         self._name, self._kind = name, kind
         self._context, self._parent = context, parent
         self._began_s = began_s
-        self._attributes = dict(attributes)
+        self._attributes = attributes
         self._ended = False
-        self.trace_id = f"{context.trace_id:032x}"
+
+    @property
+    def trace_id(self) -> str:
+        return f"{self._context.trace_id:032x}"
+
+    @property
+    def carrier(self) -> Carrier:
+        context = self._context
         flags = int(context.trace_flags)
-        self.carrier = {"traceparent": f"00-{self.trace_id}-{context.span_id:016x}-{flags:02x}"}
+        carrier = {"traceparent": f"00-{self.trace_id}-{context.span_id:016x}-{flags:02x}"}
         if context.trace_state:
-            self.carrier["tracestate"] = context.trace_state.to_header()
+            carrier["tracestate"] = context.trace_state.to_header()
+        return carrier
 
     def end(
         self, at_s: float | None = None, error: str = "", attributes: Mapping[str, Attribute] = NOTHING
@@ -207,7 +217,10 @@ def open_otlp(tracing: Tracing, service: str, facts: Mapping[str, str]) -> OtlpT
     sender = Sender(exporter, tracing.otlp_endpoint or "OTEL_EXPORTER_OTLP_ENDPOINT")
     ratio = tracing.sample_ratio
     sampler = None if ratio is None else ParentBased(TraceIdRatioBased(ratio))
-    return OtlpTracer(BatchSpanProcessor(sender), process_resource(service, facts), sampler)
+    # Its own default is half of that. Every process sends, and sending takes the time of fifty spans.
+    delay_ms = None if os.environ.get(SCHEDULE) else SEND_EVERY_S * 1000
+    processor = BatchSpanProcessor(sender, schedule_delay_millis=delay_ms)
+    return OtlpTracer(processor, process_resource(service, facts), sampler)
 
 
 class ProcessResource(Resource):

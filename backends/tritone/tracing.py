@@ -35,8 +35,15 @@ NOTHING: Mapping[str, Attribute] = {}
 class Span:
     """Something that one process does for one request; this one is not recorded."""
 
-    trace_id = ""  # 32 hex digits
-    carrier: Carrier = {}  # noqa: RUF012  (never changed) for its children, in any process
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits, or ""."""
+        return ""
+
+    @property
+    def carrier(self) -> Carrier:
+        """For its children, in any process."""
+        return {}
 
     def end(
         self, at_s: float | None = None, error: str = "", attributes: Mapping[str, Attribute] = NOTHING

@@ -46,10 +46,13 @@ class Collector:
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # the connection stays open
+
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 collector._take(self.path, body)
                 self.send_response(collector.status)
+                self.send_header("Content-Length", "0")
                 self.end_headers()
 
             def log_message(self, *_: Any) -> None:
