@@ -36,6 +36,7 @@ CLOSE_S = 1.0
 SCHEDULE = "OTEL_BSP_SCHEDULE_DELAY"
 SEND_EVERY_S = 10.0  # or as soon as there are 512 spans, unless the environment gives a schedule
 MAX_TRACESTATE_CHARACTERS = 512  # what W3C asks everybody to pass on; a longer one is dropped
+WELL = Status()
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 RANDOM = 2  # flag of W3C Trace Context, level 2: the trace id was drawn at random; passed on as it came
 
@@ -96,7 +97,7 @@ class OtlpSpan(Span):
                 self._tracer.resource,
                 values,
                 kind=_KINDS[self._kind],
-                status=Status(StatusCode.ERROR, error) if error else Status(),
+                status=Status(StatusCode.ERROR, error) if error else WELL,
                 start_time=wall_ns + int(self._began_s * 1e9),
                 end_time=wall_ns + int(ended_s * 1e9),
                 instrumentation_scope=self._tracer.scope,
