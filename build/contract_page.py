@@ -48,10 +48,47 @@ DONE = """\
 - `seed`: repeats the answer.
 - `usage`: `prompt_tokens` and `completion_tokens` of the stage that writes the text, `codec_frames` of the
   speech, `audio_s`, and under `stages` all that each stage counts. What no stage counts is left out.
-- `timings`, with `return_timings`: `ttft_s`, `ttfp_s`, `total_s` on the server's clock, `idle_s` of it in
-  which no stage computed, and under `stages` seconds by stage: `total_s` and `first_output_s` since the stage
-  was opened; of a stage that is called a chunk at a time `calls` and `calls_s`. Both hold waits for input and
-  for other requests. `busy_s`: how long it computed, for other requests of the same batches too.
+- `trace_id`: 32 hex digits, if spans of the request are recorded.
+- `timings`, with `return_timings`: see below.
+
+### Timings
+
+All moments, `…_at_s`, are seconds since the server received the request, on one clock for all stages and
+processes; other `…_s` are durations. What a stage does not know is left out.
+
+| of the request | |
+|---|---|
+| `received_unix_s` | the zero of the moments, in seconds of Unix time |
+| `queued_s` | it waited for its turn: admission |
+| `ttft_s`, `ttfp_s` | the first text, the first packet of sound was handed to Triton: moments |
+| `total_s` | until `done` was made; `idle_s` of it no stage computed |
+| `stages` | by stage, what follows |
+
+| of a stage | |
+|---|---|
+| `opened_at_s` | it took the request; of a stage that Triton batches: its first call began |
+| `first_output_at_s`, `last_output_at_s` | it gave something |
+| `ended_at_s` | it was done; missing if it was cut off |
+| `first_output_s`, `total_s` | the same, since it opened; waits for input and for other requests included |
+| `queued_s` | of it in the engine's own queue; where Triton batches: in calls, until they computed |
+| `tokens`, `frames` | of text or of speech that it drew; codec frames that it made or decoded |
+| `steps`, `batch` | engine steps that gave it something; mean number of requests that they gave some |
+| `calls`, `calls_s`, `batch` | where Triton batches: a call a chunk; mean number of chunks together |
+| `busy_s` | it computed, for other requests of the same batches too |
+| `busy` | when: `[begin, end]` moments, ascending, at most 256; of more, the shortest gaps are filled |
+| `call_spans` | `[begin, end, frames, batch]` of the first 256 calls |
+
+```json
+{"received_unix_s": 1796014467.120331, "queued_s": 0.000041, "ttft_s": 0.0213, "ttfp_s": 0.0551,
+ "total_s": 0.4211, "idle_s": 0.0102, "stages": {
+  "talker": {"opened_at_s": 0.0021, "first_output_at_s": 0.0413, "last_output_at_s": 0.31,
+   "ended_at_s": 0.3101, "first_output_s": 0.0392, "total_s": 0.308, "queued_s": 0.0005, "busy_s": 0.2768,
+   "frames": 120, "steps": 120, "batch": 2.41, "busy": [[0.0231, 0.0413], [0.0514, 0.31]]},
+  "code2wav": {"opened_at_s": 0.045, "first_output_at_s": 0.0551, "last_output_at_s": 0.4207,
+   "ended_at_s": 0.4208, "calls": 2, "calls_s": 0.1102, "queued_s": 0.0642, "busy_s": 0.0408,
+   "frames": 120, "batch": 1.5, "busy": [[0.0501, 0.0549], [0.3798, 0.4158]],
+   "call_spans": [[0.045, 0.0551, 4, 1], [0.3207, 0.4208, 116, 2]]}}}
+```
 """
 TAIL = """\
 ## Errors
@@ -68,7 +105,8 @@ PARAMETER_DOCS = {
     "seed": "the same seed gives the same answer; also in sampling_parameters",
     "priority": "without effect: Triton keeps it to itself",
     "queue_priority": "0 (default) to 100: among requests that wait for their turn, lower is sooner",
-    "traceparent": "reserved",
+    "traceparent": "the caller's span (W3C Trace Context): spans of the request are recorded below it",
+    "tracestate": "what came with it, at most 512 characters",
     "initial_codec_chunk_frames": "codec frames of the first audio chunk",
     "codec_chunk_frames": "codec frames of every later one, as soon as growth allows",
     "codec_chunk_growth": "at most so many times the chunk before, rounded up (1 or more); 0: no such bound",
@@ -107,7 +145,7 @@ def page() -> str:
             MEDIA,
             f"## Request parameters\n\n| parameter | type | meaning |\n|---|---|---|\n{parameters}\n",
             f"## Outputs\n\n{table(outputs.values())}\n",
-            DONE.format(reasons=reasons),
+            DONE.replace("{reasons}", reasons),
             TAIL,
         )
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any, TypeVar
@@ -12,11 +13,11 @@ import numpy as np
 
 from tritone import contract as c
 from tritone.audio import AudioEncoder, base64_s16, encode_audio, to_s16
-from tritone.busy import BusyTimes
 from tritone.errors import EngineLost
 from tritone.pace import Pace
 from tritone.ports import Array
 from tritone.request import Request
+from tritone.timeline import Timeline
 
 FILE_FORMATS = ("wav", "flac", "opus")
 
@@ -32,13 +33,19 @@ class Answer:
     """
 
     def __init__(
-        self, request: Request, sample_rate_hz: int | None, send: Send, encoders: Executor | None = None
+        self,
+        request: Request,
+        sample_rate_hz: int | None,
+        send: Send,
+        encoders: Executor | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._request = request
         self._send = send
         self._encoders = encoders
         self._rate_hz = sample_rate_hz or 0
-        self.pace = Pace()
+        self._timeline = timeline or Timeline()
+        self.pace = Pace(self._timeline.received_s)
         self._index = 0
         self._offset = 0  # samples sent
         self._texts: list[str] = []
@@ -63,6 +70,12 @@ class Answer:
         if not self._request.stream or "audio" not in self.pace.first_s:
             return 0.0
         return self.audio_s - (self.pace.now_s - self.pace.first_s["audio"])
+
+    @property
+    def firsts(self) -> dict[str, float]:
+        """`ttft_s` and `ttfp_s`, as far as there was a text and a sound: since the request was received."""
+        names = {"text": "ttft_s", "audio": "ttfp_s"}
+        return {names[kind]: at_s for kind, at_s in self.pace.first_s.items()}
 
     @property
     def audio_s(self) -> float:
@@ -123,29 +136,20 @@ class Answer:
     async def done(
         self,
         stage_usage: Mapping[str, Mapping[str, Any]],
-        stage_timings: Mapping[str, Any],
-        busy: BusyTimes,
         writer: str | None = None,
+        trace_id: str = "",
     ) -> None:
         """The last response: finish reasons, usage, seed and, if asked for, timings.
 
-        stage_usage, stage_timings: what each stage that has ended reports of itself. busy: when the stages
-        computed. writer: the stage whose tokens are the text's.
+        stage_usage: what each stage that has ended counted. writer: the stage whose tokens are the text's.
+        trace_id: of the request's spans, "" if none are recorded.
         """
         usage = {**_summary(stage_usage, writer), "audio_s": round(self.audio_s, 6), "stages": stage_usage}
         info: dict[str, Any] = {"usage": usage, "seed": self._request.seed}
+        if trace_id:
+            info["trace_id"] = trace_id
         if self._request.return_timings:
-            began_s, total_s = self.pace.began_s, self.pace.now_s
-            info["timings"] = {
-                **{
-                    f"{name}_s": round(at, 6)
-                    for name, at in zip(("ttft", "ttfp"), self._firsts(), strict=True)
-                    if at
-                },
-                "total_s": round(total_s, 6),
-                "idle_s": round(busy.idle_s(began_s, began_s + total_s), 6),  # no stage computed
-                "stages": stage_timings,
-            }
+            info["timings"] = self._timeline.as_dict(self.firsts, time.monotonic())
         tensors = {
             "finish_reason": c.FINISH_REASON.pack(json.dumps(self.finish_reasons)),
             "info": c.INFO.pack(json.dumps(info, ensure_ascii=False)),
@@ -165,9 +169,6 @@ class Answer:
             if tail:
                 tensors.update(self._encoded(tail, self._offset))
         self._event("done", tensors, final=True)
-
-    def _firsts(self) -> tuple[float | None, float | None]:
-        return self.pace.first_s.get("text"), self.pace.first_s.get("audio")
 
     async def _off_loop(self, work: Callable[..., T], *arguments: Any) -> T:
         """`work(*arguments)`, on a thread if it takes long."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from tritone.ports import Array
 
@@ -20,7 +21,7 @@ class BusyTimes:
     def __init__(self) -> None:
         self._spans: dict[str, list[Array]] = {}  # by stage: float64 [n, 2], begin and end
 
-    def note(self, stage: str, spans: Array) -> None:
+    def note(self, stage: str, spans: npt.ArrayLike) -> None:
         """spans: float64 [n, 2] or anything that can be seen as such."""
         self._spans.setdefault(stage, []).append(np.asarray(spans, np.float64).reshape(-1, 2))
 
@@ -29,6 +30,25 @@ class BusyTimes:
         return {
             stage: sum(float(np.ptp(s, axis=1).sum()) for s in spans) for stage, spans in self._spans.items()
         }
+
+    def of(self, stage: str, most: int) -> Array:
+        """The spans of a stage, ascending and disjoint: float64 [n, 2] with n at most `most`.
+
+        Where there are more, the shortest gaps between them are filled.
+        """
+        spans: Array = np.concatenate([np.zeros((0, 2)), *self._spans.get(stage, ())])
+        if not len(spans):
+            return spans
+        spans = spans[np.argsort(spans[:, 0], kind="stable")]
+        reached = np.maximum.accumulate(spans[:, 1])
+        gaps = spans[1:, 0] - reached[:-1]
+        starts = np.flatnonzero(gaps > 0)
+        if len(starts) >= most:
+            starts = np.sort(starts[np.argsort(-gaps[starts], kind="stable")[: most - 1]])
+        begins = spans[np.concatenate([[0], starts + 1]), 0]
+        ends = reached[np.concatenate([starts, [len(spans) - 1]])]
+        disjoint: Array = np.stack([begins, ends], axis=1)
+        return disjoint
 
     def idle_s(self, begin_s: float, end_s: float) -> float:
         """Seconds from `begin_s` to `end_s` in which no stage computed."""

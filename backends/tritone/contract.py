@@ -98,7 +98,8 @@ PARAMETERS = {
     "seed": int,
     "priority": int,  # Triton's own, which it keeps to itself; without effect here
     "queue_priority": int,  # 0 to 100: among those that wait for a turn, lower is sooner; default 0
-    "traceparent": str,  # reserved
+    "traceparent": str,  # W3C Trace Context of the caller's span; one that is not valid is ignored
+    "tracestate": str,
     "initial_codec_chunk_frames": int,
     "codec_chunk_frames": int,
     "codec_chunk_growth": float,

@@ -21,6 +21,7 @@ class OpenSession(msgspec.Struct, frozen=True, tag_field="op", tag="open"):
     settings: dict[str, Any]
     routes: list[Route]
     whole: bool = False  # the engine gets nothing of its upstream stages before all of them have ended
+    trace: dict[str, str] = {}  # carrier of the span above, see tracing; {}: none is recorded
 
 
 class RunChunk(msgspec.Struct, frozen=True, tag_field="op", tag="chunk"):
@@ -30,6 +31,7 @@ class RunChunk(msgspec.Struct, frozen=True, tag_field="op", tag="chunk"):
     start: bool
     end: bool
     settings: dict[str, Any] = {}
+    trace: dict[str, str] = {}  # as for OpenSession
 
 
 class DropStream(msgspec.Struct, frozen=True, tag_field="op", tag="drop"):

@@ -26,6 +26,7 @@ from tritone.sampling import Sampling
 
 HOST = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
 """A name of a host in lower case. Its last label begins with a letter, as no number does in any notation."""
+COLLECTOR = re.compile(r"https?://[^\s/?#]+[^\s?#]*")
 MAX_CHUNK_GROWTH = 4096
 MODES = ("async_chunk", "sync")
 RENDER_VERSION = 2  # part of the digest: raise it when the rendering of pbtxt changes
@@ -72,6 +73,16 @@ class Urls:
     timeout_s: float = 10.0  # of one file, from the first look-up to the last byte
     per_request: int = 4
     at_once: int = 8  # of all requests of one orchestrator together
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """Where the spans of requests go; see tracing.py. Without an endpoint the environment may name one."""
+
+    otlp_endpoint: str = ""  # URL of a collector that takes OTLP over HTTP, e.g. http://127.0.0.1:4318
+    sample_ratio: float | None = (
+        None  # of requests whose caller says nothing; None: OTEL_TRACES_SAMPLER, or all
+    )
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,7 @@ class Deploy:
     limits: Limits = field(default_factory=Limits)
     connector: ConnectorLimits = field(default_factory=ConnectorLimits)
     urls: Urls = field(default_factory=Urls)
+    tracing: Tracing = field(default_factory=Tracing)
     mode: str = MODES[0]  # sync: each stage waits for all that the stages before it give; for debugging
     source: Mapping[str, Any] = field(default_factory=dict)  # the effective mapping, for rendering
 
@@ -246,6 +258,7 @@ _BLOCKS: dict[str, type[Any]] = {
     "limits": Limits,
     "connector": ConnectorLimits,
     "urls": Urls,
+    "tracing": Tracing,
 }
 
 
@@ -350,6 +363,13 @@ def _check(deploy: Deploy, where: str) -> None:
             raise ConfigError(
                 f"{where}: urls.allow has '{pattern}'", "give names of hosts in lower case, or *.domain"
             )
+    endpoint, ratio = deploy.tracing.otlp_endpoint, deploy.tracing.sample_ratio
+    if endpoint and not COLLECTOR.fullmatch(endpoint):
+        raise ConfigError(
+            f"{where}: tracing.otlp_endpoint is '{endpoint}'", "give a URL, e.g. http://127.0.0.1:4318"
+        )
+    if ratio is not None and not 0 <= ratio <= 1:
+        raise ConfigError(f"{where}: tracing.sample_ratio is {ratio:g}", "give 0 to 1")
     for name, stage in deploy.stages.items():
         at_least(f"stages.{name}.lease_s", stage.lease_s, 0.1)
         at_least(f"stages.{name}.call_timeout_s", stage.call_timeout_s, 0.1)

@@ -25,6 +25,7 @@ from tritone.deploy import Deploy
 from tritone.errors import ConfigError
 from tritone.pipeline import Checkpoint
 from tritone.server import Interpreter, Listen, Server, known_faults
+from tritone.tracing import is_on
 
 SHM = Path("/dev/shm")
 MIB = 1 << 20
@@ -281,6 +282,18 @@ def check_urls(deploy: Deploy) -> list[Finding]:
     return [ok("urls", f"{deploy.pipeline.name} fetches media from {hosts}")] if hosts else []
 
 
+def check_tracing(deploy: Deploy) -> list[Finding]:
+    """One finding where spans are sent."""
+    if not is_on(deploy.tracing):
+        return []
+    name = deploy.pipeline.name
+    collector = deploy.tracing.otlp_endpoint or "the collector that the environment names"
+    if importlib.util.find_spec("opentelemetry") is None:
+        cure = "pip install 'tritone[tracing]', also for engines with a python of their own"
+        return [warning("tracing", f"{name} has no spans: opentelemetry is not installed", cure)]
+    return [ok("tracing", f"{name} sends spans to {collector}")]
+
+
 def check_threads(deploy: Deploy, extra: Sequence[str] = ()) -> Finding:
     """extra: the user's own options for the server, where a pool size may be given."""
     sizes = [
@@ -319,7 +332,13 @@ def check_repository(folder: Path) -> list[Finding]:
         )
         for name in repository.strangers(deploy, folder)
     ]
-    return [*findings, check_threads(deploy), *check_urls(deploy), *check_checkpoint(deploy)]
+    return [
+        *findings,
+        check_threads(deploy),
+        *check_urls(deploy),
+        *check_tracing(deploy),
+        *check_checkpoint(deploy),
+    ]
 
 
 def _models(deploy: Deploy) -> list[str]:
@@ -420,6 +439,7 @@ def for_pipelines(
     for deploy in pipelines:
         yield check_threads(deploy, extra)
         yield from check_urls(deploy)
+        yield from check_tracing(deploy)
         yield from check_checkpoint(deploy)
     if any(stage.device == "gpu" for deploy in pipelines for stage in deploy.stages.values()):
         yield check_torch(package_version("torch"), torch_cuda(), num_gpus(), needs_gpu=True)

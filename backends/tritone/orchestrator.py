@@ -10,7 +10,6 @@ Triton-batched stage is called by BLS, a call a chunk. Nothing here holds a serv
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import secrets
 import threading
@@ -25,7 +24,7 @@ from tritone.admission import Admission
 from tritone.answer import Answer
 from tritone.bls import Stages
 from tritone.chunk_feed import ChunkFeed
-from tritone.control import DropStream, OpenSession, PingStage, RunChunk
+from tritone.control import DropStream
 from tritone.deploy import Deploy
 from tritone.errors import (
     DeadlineExceeded,
@@ -40,26 +39,34 @@ from tritone.fault_log import described
 from tritone.fetch import Fetcher
 from tritone.inbox import Inbox
 from tritone.metrics import Publisher
-from tritone.pipeline import Batching, Facts, Stage
-from tritone.ports import Array, by_name
+from tritone.pipeline import Facts
 from tritone.reception import Arrival, Reception
 from tritone.request import MAX_DRAWN_SEED, check_supported, read_request
+from tritone.request_trace import RequestTrace, answer_attributes
 from tritone.routing import FRAMES, NUM_TOKENS, SEGMENT_END, Routing
 from tritone.session import Session
-from tritone.stream import FrameChunk
+from tritone.stage_calls import Opening, StageCalls
 from tritone.tally import RequestTally
+from tritone.timeline import Timeline
+from tritone.tracing import Attribute, Tracer
 from tritone.triton import Reply, log_error, log_info, make_metric_family
 
 READY_POLL_S = 0.1
 CLEANUP_TIMEOUT_S = 5.0
-PING_TIMEOUT_S = 2.5  # below what those who ping allow, so that they hear which stage it is
 
 
 class Orchestrator:
     """Runs the requests of one pipeline model on an event loop of its own."""
 
     def __init__(
-        self, deploy: Deploy, facts: Facts, name: str, address: str, may_stream: bool, key: str = ""
+        self,
+        deploy: Deploy,
+        facts: Facts,
+        name: str,
+        address: str,
+        may_stream: bool,
+        key: str = "",
+        tracer: Tracer | None = None,
     ) -> None:
         """name: unique in this server; begins every session id. address: of the inbox, see inbox.address.
 
@@ -71,15 +78,15 @@ class Orchestrator:
         self._name = name
         self._address = address
         self._may_stream = may_stream
-        self._counter = itertools.count(1)
-        self._sequence_base = secrets.randbits(62)  # nobody else can name a live sequence
+        self._tracer = tracer or Tracer()
         self._sessions: dict[str, Session] = {}
-        self._models = {stage.name: deploy.stage(stage.name).model for stage in self._pipeline.stages}
-        self._stage_names = {model: name for name, model in self._models.items()}
         self._admission = Admission(deploy.max_in_flight, deploy.max_queued)
         self._lost_s: dict[str, float] = {}  # by engine address: loop time at which it was lost
         self._background: set[asyncio.Task[None]] = set()
         self._stages = Stages(deploy.bls_threads, key)
+        self._calls = StageCalls(deploy, name, self._stages, self._abandon)
+        self._models = self._calls.models
+        self._stage_names = {model: name for name, model in self._models.items()}
         self._fetcher = Fetcher(deploy)
         self._encoders = ThreadPoolExecutor(1, "encode")
         self._loop = asyncio.new_event_loop()
@@ -119,6 +126,7 @@ class Orchestrator:
         self._stages.close()
         self._encoders.shutdown(wait=False)
         self._fetcher.close()
+        self._tracer.close()
 
     # -- one request -----------------------------------------------------------------------------------------
 
@@ -130,28 +138,54 @@ class Orchestrator:
             await self._serve(arrival.session)
 
     def _admit(self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply) -> Session:
+        trace = RequestTrace(self._tracer, self._pipeline.name, parameters, reply.received_s)
+        try:
+            return self._make_session(values, parameters, reply, trace)
+        except Exception as error:
+            trace.end(error)
+            raise
+
+    def _make_session(
+        self, values: Mapping[str, Any], parameters: Mapping[str, Any], reply: Reply, trace: RequestTrace
+    ) -> Session:
         self._reception.check_open()
         drawn_seed = secrets.randbelow(MAX_DRAWN_SEED)
         request = read_request(values, parameters, self._deploy, drawn_seed, reply.wants, self._may_stream)
         check_supported(request, self._pipeline)
         plan = self._pipeline.plan(request)
-        id_, sequence = self._next_id()
+        id_, sequence = self._calls.next_id()
+        timeline = Timeline(reply.received_s)
         session = Session(
             id=id_,
             sequence=sequence,
             request=request,
             plan=plan,
             routing=Routing(self._pipeline, plan, request.modalities),
-            answer=Answer(request, self._facts.sample_rate_hz, reply.send, self._encoders),
+            answer=Answer(request, self._facts.sample_rate_hz, reply.send, self._encoders, timeline),
+            timeline=timeline,
+            trace=trace,
         )
         session.writer = self._writer(session)
         self._sessions[session.id] = session
         return session
 
     async def _serve(self, session: Session) -> None:
+        """Answer, and end the request's spans with what came of it."""
+        try:
+            await self._take_turn(session)
+        except BaseException as error:
+            session.trace.end(error)
+            raise
+        session.trace.end(attributes=self._attributes(session))
+
+    async def _take_turn(self, session: Session) -> None:
         deadline_s, complete = session.request.deadline_s, False
+        session.timeline.note_queued()
+        session.trace.note_queued()
         try:
             async with asyncio.timeout(deadline_s), self._admission.turn(session.request.priority):
+                session.timeline.note_turn()
+                session.trace.note_turn()
                 session.request, session.plan = await self._fetcher.filled(session.request, session.plan)
                 await self._work(session)
                 complete = True
@@ -185,7 +219,7 @@ class Orchestrator:
     async def _begin_again(self, session: Session) -> None:
         """Give a session a new name in every stage, once all that it needs serve; its deadline bounds it."""
         self._release(session)
-        session.begin_again(*self._next_id())
+        session.begin_again(*self._calls.next_id())
         self._sessions[session.id] = session
         states = None
         while states is None or any("error" in states[name] for name in session.plan):
@@ -195,28 +229,18 @@ class Orchestrator:
     async def _open(self, session: Session) -> None:
         """Open the stages that batch by themselves, consumers first, so that nothing arrives unannounced."""
         for stage in session.routing.open_order():
-            call, ports = session.plan[stage.name], by_name(stage.inputs)
-            control = OpenSession(
-                session=session.id,
-                inbox=self._inbox.address,
-                sources=session.routing.num_sources(stage.name),
-                settings=dict(call.settings),
-                routes=session.routing.routes(stage, self._models, session.endpoints, self._inbox.address),
-                whole=self._deploy.mode == "sync",
-            )
-            inputs = {ports[name]: value for name, value in call.inputs.items()}
             began_s = self._loop.time()
-            opening = self._loop.create_task(self._stages.control(self._models[stage.name], control, inputs))
-            try:
-                endpoint = (await asyncio.shield(opening))["endpoint"]
-            except asyncio.CancelledError:
-                self._in_background(self._undo_open(opening, session.id))
-                raise
+            endpoint = await self._calls.open(session, stage, self._inbox.address)
             session.endpoints[stage.name] = endpoint
             if self._lost_s.get(endpoint, -1.0) >= began_s:
-                raise self._engine_died(stage.name)
+                died = self._engine_died(stage.name)
+                session.trace.fail_stage(stage.name, died.code)
+                raise died
 
-    async def _undo_open(self, opening: asyncio.Task[dict[str, Any]], session: str) -> None:
+    def _abandon(self, opening: Opening, session: str) -> None:
+        self._in_background(self._undo_open(opening, session))
+
+    async def _undo_open(self, opening: Opening, session: str) -> None:
         """The request ended while the stage was being opened: it opens all the same."""
         self._inbox.tell((await opening)["endpoint"], wire.Cancel(session))
 
@@ -225,7 +249,7 @@ class Orchestrator:
         feeds = {
             stage.name: ChunkFeed(
                 session.request.chunks,
-                partial(self._call_chunk, session, stage),
+                partial(self._calls.call_chunk, session, stage),
                 session.answer,
                 whole=self._deploy.mode == "sync",
             )
@@ -260,6 +284,7 @@ class Orchestrator:
                 continue
             heard_s = self._loop.time()
             if isinstance(message, wire.Failed):
+                session.trace.fail_stage(self._stage_names[message.source], message.code)
                 raise from_code(message.code, message.what, message.cure)
             if isinstance(message, wire.Finished):
                 waiting.discard(self._stage_names[message.source])
@@ -284,6 +309,8 @@ class Orchestrator:
                 f"piece {piece.number} of stage {name} came when {expected} was due", "try again"
             )
         session.pieces_seen[name] = expected + 1
+        if piece.values:
+            session.timeline.note_output(name)
         for port, value in piece.values.items():
             if self._pipeline.modality_of(name, port) == "text":
                 session.answer.text(value, int(piece.values.get(NUM_TOKENS, 0)))
@@ -299,8 +326,8 @@ class Orchestrator:
         name = self._stage_names[end.source]
         session.finished[name] = end.reason
         session.usage[name] = dict(end.usage)
-        session.timings[name] = {key: round(value, 6) for key, value in end.timings.items()}
-        session.busy.note(name, end.busy)
+        session.timeline.note_end(name, end)
+        session.trace.end_stage(name, session.timeline.stages[name])
 
     async def _finish(self, session: Session, complete: bool) -> None:
         """Send `done`. A modality that the deadline cut off says so; text may end long before speech."""
@@ -314,9 +341,15 @@ class Orchestrator:
                 # Who asked for audio alone sees no other reason, and what is heard breaks off.
                 reason = "length"
             session.answer.finish_reasons[modality] = reason
-        for name, busy_s in session.busy.by_stage().items():
-            session.timings.setdefault(name, {})["busy_s"] = round(busy_s, 6)
-        await session.answer.done(session.usage, session.timings, session.busy, self._writer(session))
+        await session.answer.done(session.usage, self._writer(session), session.trace.trace_id)
+
+    def _attributes(self, session: Session) -> dict[str, Attribute]:
+        """What the span of an answered request says of it."""
+        usage = session.usage.get(self._writer(session) or "", {})
+        answer = session.answer
+        return answer_attributes(
+            answer.finish_reasons, usage, answer.firsts, session.request.seed, answer.audio_s
+        )
 
     def _writer(self, session: Session) -> str | None:
         """The stage that writes the text, whether or not the text was asked for."""
@@ -326,11 +359,6 @@ class Orchestrator:
         """The stage spoke all of its text, but a limit had ended that."""
         writer = self._writer(session)
         return writer in self._pipeline.upstream(speaker) and session.finished.get(writer) == "length"
-
-    def _next_id(self) -> tuple[str, int]:
-        """A session id and a sequence number that were never used."""
-        number = next(self._counter)
-        return f"{self._name}-{number}", self._sequence_base + number
 
     def _release(self, session: Session) -> None:
         """Free everything the session holds, in every stage; the only way a session ends."""
@@ -359,50 +387,11 @@ class Orchestrator:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _call_chunk(self, session: Session, stage: Stage, chunk: FrameChunk, first: bool) -> Array:
-        """One chunk through a Triton-batched stage: mono float32 [n]."""
-        ports = by_name(stage.inputs)
-        settings = dict(session.plan[stage.name].settings) if first else {}
-        control = RunChunk(session.id, first, chunk.last, settings)
-        inputs: dict[Any, Any] = {ports[FRAMES]: chunk.frames} if len(chunk.frames) else {}
-        if SEGMENT_END in ports:
-            inputs[ports[SEGMENT_END]] = chunk.segment_end
-        call = self._loop.create_task(
-            self._stages.sequence(
-                self._models[stage.name], session.sequence, control, inputs, stage.outputs[0]
-            )
-        )
-        session.chunk_calls[stage.name] = call
-        began_s = self._loop.time()
-        reply, samples = await asyncio.shield(call)
-        assert samples is not None
-        session.busy.note(stage.name, reply["busy"])
-        _note_call(session.timings.setdefault(stage.name, {}), self._loop.time() - began_s)
-        if chunk.last:
-            del session.chunk_calls[stage.name]
-        return samples
-
     # -- all requests ----------------------------------------------------------------------------------------
 
     async def ping(self) -> dict[str, dict[str, Any]]:
         """The state of every stage: its engines' figures, and "error" if it cannot serve."""
-        stages = self._pipeline.stages
-        states = await asyncio.gather(*(self._ping_stage(stage) for stage in stages))
-        return {stage.name: state for stage, state in zip(stages, states, strict=True)}
-
-    async def _ping_stage(self, stage: Stage) -> dict[str, Any]:
-        model = self._models[stage.name]
-        try:
-            async with asyncio.timeout(PING_TIMEOUT_S):
-                if stage.batching is Batching.ENGINE:
-                    return await self._stages.control(model, PingStage(), {})
-                number = self._sequence_base + next(self._counter)
-                state, _ = await self._stages.sequence(model, number, PingStage(), {})
-                return state
-        except TimeoutError:
-            return {"error": f"its door did not answer within {PING_TIMEOUT_S:g} s"}
-        except TritoneError as error:
-            return {"error": error.what}
+        return await self._calls.ping()
 
     async def _operate(self, op: str, reply: Reply) -> None:
         if op != "ping":
@@ -456,12 +445,6 @@ class Orchestrator:
     async def _shut_down(self) -> None:
         await self._drain()
         self._inbox.close()
-
-
-def _note_call(timings: dict[str, float], call_s: float) -> None:
-    """Add one call to what is known of a stage that Triton batches; its wait for a batch counts as well."""
-    timings["calls"] = timings.get("calls", 0) + 1
-    timings["calls_s"] = round(timings.get("calls_s", 0.0) + call_s, 6)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -6,10 +6,11 @@ import time
 
 
 class Pace:
-    """Times are seconds since the request came."""
+    """Times are seconds since the request was received."""
 
-    def __init__(self) -> None:
-        self.began_s = time.monotonic()
+    def __init__(self, received_s: float) -> None:
+        """received_s: time.monotonic()."""
+        self._received_s = received_s
         self.first_s: dict[str, float] = {}  # by modality
         self.last_s: dict[str, float] = {}
         self.gaps_s: list[float] = []  # from each packet of sound to the next
@@ -24,4 +25,4 @@ class Pace:
 
     @property
     def now_s(self) -> float:
-        return time.monotonic() - self.began_s
+        return time.monotonic() - self._received_s

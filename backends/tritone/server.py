@@ -47,6 +47,7 @@ BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 DEFAULT_POOL_THREADS = 32  # of the python backend, a model instance; BLS calls and responses share them
 SPARE_POOL_THREADS = 8  # left to responses while every BLS thread waits
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")  # all at the start, any of them later
+TRACE_HEADERS = "^(traceparent|tracestate)$"  # become request parameters, as clients may also send them
 EXIT_TIMEOUT_S = 10  # how long the server waits for its models when it is asked to end
 
 
@@ -390,6 +391,7 @@ def command(
         f"--grpc-port={listen.grpc}",
         f"--metrics-address={listen.host}",
         f"--metrics-port={listen.metrics}",
+        *(f"--{protocol}-header-forward-pattern={TRACE_HEADERS}" for protocol in ("http", "grpc")),
     ]
     if server.caches.exists():
         words.append(f"--cache-directory={server.caches}")

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tritone.answer import Answer
-from tritone.busy import BusyTimes
 from tritone.pipeline import Plan
 from tritone.ports import Array
 from tritone.request import Request
+from tritone.request_trace import RequestTrace
 from tritone.routing import Routing
+from tritone.timeline import Timeline
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Session:
     plan: Plan
     routing: Routing
     answer: Answer
+    timeline: Timeline
+    trace: RequestTrace
     mail: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)  # wire messages from engines
     endpoints: dict[str, str] = field(default_factory=dict)  # by open stage: address of its engine
     # By Triton-batched stage whose sequence has begun and not ended: the last call to it.
@@ -34,8 +37,6 @@ class Session:
     finished: dict[str, str] = field(default_factory=dict)  # by stage: reason
     pieces_seen: dict[str, int] = field(default_factory=dict)  # by stage
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage: its counts
-    timings: dict[str, dict[str, float]] = field(default_factory=dict)  # by stage, seconds
-    busy: BusyTimes = field(default_factory=BusyTimes)
     writer: str | None = None  # the stage that writes the text, whether or not that was asked for
     started: bool = False  # it got its turn
     num_frames: int = 0  # codec frames that the stages have made for it
@@ -48,7 +49,8 @@ class Session:
         for record in (self.endpoints, self.chunk_calls, self.finished, self.pieces_seen):
             record.clear()
         self.usage.clear()
-        self.timings.clear()
         self.num_frames = 0
         self.resumed += 1
+        self.timeline.forget_stages()
+        self.trace.begin_again()
         self.answer.rewind()

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from tritone import deploy as deploys
 from tritone import wire
 from tritone.control import OpenSession
@@ -24,6 +26,7 @@ from tritone.pipeline import Batching, Stage
 from tritone.private_memory import keep_private
 from tritone.server_key import server_key
 from tritone.tally import StageTally
+from tritone.tracing import open_tracer
 from tritone.triton import log_error, make_metric_family, model_parameters
 
 SERVER_WAIT_S = 1.0  # on top of load_timeout_s
@@ -90,6 +93,8 @@ class StageDoor:
         self.settings = self.deploy.stage(self.stage.name)
         self.model = args["model_name"]
         self.key = server_key(server_name())  # which calls to this door carry
+        facts = {"tritone.pipeline": self.deploy.pipeline.name, "tritone.stage": self.stage.name}
+        self._tracer = open_tracer(self.deploy.tracing, f"{self.model}.door", facts)
         instance = Instance.of(args, self.stage)
         mates = self.deploy.hosted_with(self.stage.name)
         own_address = engine_address(self.deploy, self.stage.name, instance.device, instance.index)
@@ -141,6 +146,9 @@ class StageDoor:
     def open(self, control: OpenSession, inputs: Mapping[str, Any]) -> Future[dict[str, Any]]:
         """Open a session on the least loaded engine: {"endpoint": its address}, or the TritoneError."""
         opened: Future[dict[str, Any]] = Future()
+        if control.trace:
+            span = self._tracer.child(f"open {self.model}", control.trace, "server")
+            opened.add_done_callback(lambda done: span.end(error=_code(done.exception())))
         if sum(link.is_ready for link in self._links) < 2:
             live = next((link for link in self._links if link.is_ready), self.own)
             self._open_on(live, control, inputs, opened)
@@ -158,9 +166,23 @@ class StageDoor:
 
     def run(self, chunks: list[wire.StreamChunk]) -> list[wire.StreamResult]:
         """One batch on this instance's engine; blocks. Raises TritoneError when all of it fails."""
-        future = self.own.call(lambda call: wire.Run(call, self.model, chunks))
-        results: list[wire.StreamResult] = future.result().results
-        return results
+        spans = [self._tracer.child(f"run {self.model}", chunk.trace, "server") for chunk in chunks]
+        traced = [
+            structs.replace(chunk, trace=dict(span.carrier)) if chunk.trace else chunk
+            for chunk, span in zip(chunks, spans, strict=True)
+        ]
+        codes = [TritoneError.code] * len(chunks)
+        try:
+            future = self.own.call(lambda call: wire.Run(call, self.model, traced))
+            results: list[wire.StreamResult] = future.result().results
+            codes = [result.code for result in results]
+            return results
+        except TritoneError as error:
+            codes = [error.code] * len(chunks)
+            raise
+        finally:
+            for span, code in zip(spans, codes, strict=True):
+                span.end(error=code, attributes={"tritone.batch": len(chunks)})
 
     def cancel(self, session: str) -> None:
         self.own.tell(wire.Cancel(session))
@@ -169,6 +191,7 @@ class StageDoor:
         self._publisher.close()
         for link in {self.own, *self._links}:
             link.close()
+        self._tracer.close()
 
     def _open_on(
         self,
@@ -188,6 +211,7 @@ class StageDoor:
                 settings=control.settings,
                 routes=control.routes,
                 whole=control.whole,
+                trace=control.trace,
             )
 
         def done(answer: Future[Any]) -> None:
@@ -233,6 +257,11 @@ class StageDoor:
         # Triton sends a stream's chunks to one instance, so a batched stage needs all of its engines.
         serves = not errors if self.stage.batching is Batching.TRITON else len(errors) < len(engines)
         return {"engines": engines} if serves else {"engines": engines, "error": errors[0]}
+
+
+def _code(error: BaseException | None) -> str:
+    """TritoneError.code; "" for None."""
+    return "" if error is None else as_error(error).code
 
 
 def as_error(error: BaseException) -> TritoneError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import triton_python_backend_utils as pb_utils
 from tritone.errors import TritoneError, Unavailable
 from tritone.metrics import Family
 from tritone.ports import Array, Port
+from tritone.tracing import HEADERS
 
 SHARED_MEMORY = "/dev/shm"
 LARGE_RESPONSE_BYTES = 1 << 20
@@ -46,9 +48,12 @@ def open_sequence(request: Any) -> int | str | None:
 
 
 def read_parameters(request: Any) -> dict[str, Any]:
-    """The request parameters: int, bool or string values."""
+    """The request parameters: int, bool or string values.
+
+    Headers that the server passes on are among them, by names as the caller wrote them, in any case.
+    """
     return {
-        key: value
+        (key.lower() if key.lower() in HEADERS else key): value
         for key, value in json.loads(request.parameters() or "{}").items()
         if not key.startswith(("sequence_", "triton_", "binary_data_output"))  # Triton's own
     }
@@ -87,6 +92,7 @@ class Reply:
     """
 
     def __init__(self, request: Any) -> None:
+        self.received_s = time.monotonic()
         self._sender = request.get_response_sender()
         self._requested = frozenset(request.requested_output_names())
         self._lock = threading.Lock()

@@ -65,6 +65,7 @@ class Open(Message, frozen=True):
     settings: dict[str, Any]
     routes: list[Route]
     whole: bool = False  # the engine gets nothing of its upstream stages before all of them have ended
+    trace: dict[str, str] = {}  # carrier of the span above, see tracing; {}: none is recorded
 
 
 class Opened(Message, frozen=True):
@@ -126,6 +127,7 @@ class StreamChunk(msgspec.Struct, frozen=True, array_like=True):
     start: bool
     end: bool
     settings: dict[str, Any]
+    trace: dict[str, str] = {}  # as for Open
 
 
 class Run(Message, frozen=True):
@@ -144,6 +146,7 @@ class StreamResult(msgspec.Struct, frozen=True, array_like=True):
     what: str = ""
     cure: str = ""
     busy: tuple[float, float] = (0.0, 0.0)  # when the batch was computed, time.monotonic()
+    batch: int = 1  # chunks of the batch
 
 
 class Ran(Message, frozen=True):
@@ -188,6 +191,18 @@ class Credit(Message, frozen=True):
     closed: bool = False  # the consumer wants no more pieces of this session
 
 
+class StageTimes(msgspec.Struct, frozen=True, array_like=True):
+    """When a stage had a session; moments by time.monotonic(), which all processes of a machine share."""
+
+    opened_s: float
+    ended_s: float
+    first_output_s: float | None = None  # None: it gave nothing
+    last_output_s: float | None = None
+    queued_s: float | None = None  # how long it waited in the engine's own queue; None: there is none
+    steps: int = 0  # of the engine that gave it something
+    batch: float | None = None  # mean number of sessions that such a step gave something
+
+
 class Finished(Message, frozen=True):
     """A session ended on a stage."""
 
@@ -195,7 +210,7 @@ class Finished(Message, frozen=True):
     source: str
     reason: str  # stop, length, repetition
     usage: dict[str, Any]
-    timings: dict[str, float]  # seconds since the stage opened the session
+    times: StageTimes
     busy: Any = ()  # float64 [n, 2]: when the stage computed while it had the session, time.monotonic()
 
 

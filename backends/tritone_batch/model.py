@@ -41,7 +41,7 @@ class TritonPythonModel:
         match call:
             case control.RunChunk():
                 inputs = read_batched_inputs(request, self._door.stage.inputs)
-                return StreamChunk(call.session, inputs, call.start, call.end, call.settings)
+                return StreamChunk(call.session, inputs, call.start, call.end, call.settings, call.trace)
             case control.DropStream():
                 self._door.cancel(call.session)
                 return {}
@@ -76,7 +76,7 @@ class TritonPythonModel:
             return error_response(from_code(result.code, result.what, result.cure))
         try:
             tensors = {name: self._outputs[name].pack(value)[None] for name, value in result.outputs.items()}
-            tensors[REPLY.name] = REPLY.pack(json.dumps({"busy": result.busy}))[None]
+            tensors[REPLY.name] = REPLY.pack(json.dumps({"busy": result.busy, "batch": result.batch}))[None]
             return response(tensors)
         except Exception as error:
             return error_response(as_error(error))

@@ -8,6 +8,7 @@ from tritone.private_memory import keep_private
 from tritone.readiness import Readiness
 from tritone.server_key import server_key
 from tritone.stage_door import as_error, load_deploy, server_name
+from tritone.tracing import open_tracer
 from tritone.triton import Reply, is_decoupled, read_inputs, read_parameters
 
 
@@ -20,7 +21,8 @@ class TritonPythonModel:
         address = inbox.address(server_name(), args["model_name"], os.getpid())
         facts = deploy.pipeline.facts(deploy.checkpoint)
         may_stream, key = is_decoupled(args["model_config"]), server_key(server_name())
-        self._orchestrator = Orchestrator(deploy, facts, name, address, may_stream, key)
+        tracer = open_tracer(deploy.tracing, args["model_name"], {"tritone.pipeline": deploy.pipeline.name})
+        self._orchestrator = Orchestrator(deploy, facts, name, address, may_stream, key, tracer)
         self._readiness = Readiness(self._orchestrator.states)
 
     def execute(self, requests):

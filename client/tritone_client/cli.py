@@ -158,6 +158,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     _add_request_arguments(chat)
     _add_chunk_arguments(chat)
     _add_server_arguments(chat)
+    _add_trace_argument(chat)
     chat.set_defaults(run=_chat, parser=chat)
 
     say = commands.add_parser("say", help="speak a text")
@@ -172,6 +173,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     _add_request_arguments(say)
     _add_chunk_arguments(say)
     _add_server_arguments(say)
+    _add_trace_argument(say)
     say.set_defaults(run=_say, parser=say)
 
     load = commands.add_parser("bench", help="measure latency and throughput under load")
@@ -215,6 +217,14 @@ def _add_chunk_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_trace_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--traceparent",
+        metavar="W3C",
+        help="record the server's spans below this one: 00-<32 hex>-<16 hex>-01",
+    )
+
+
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     default = DEFAULT_PIPELINE
     parser.add_argument("--pipeline", default=default, metavar="NAME", help=f"default: {default}")
@@ -250,6 +260,7 @@ def _chat(args: argparse.Namespace) -> int:
             raise InvalidRequest(f"the {what} is empty; give some words")
     options = _request_options(args)
     options |= {
+        "traceparent": args.traceparent,
         "modalities": args.modalities,
         "system": args.system,
         "images": files["image"],
@@ -268,6 +279,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 def _say(args: argparse.Namespace) -> int:
     options = _request_options(args)
+    options["traceparent"] = args.traceparent
     silence = "none of the characters can be spoken"
     return _await(_converse(args, lambda client: client.say(args.text, **options), silence))
 

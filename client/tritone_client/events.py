@@ -7,7 +7,7 @@ Every event carries `index`, the number of the response it came in, counted from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict
 
@@ -31,13 +31,24 @@ class Usage(TypedDict, total=False):
 
 
 class StageTimings(TypedDict, total=False):
-    """How long one stage took for one request, as far as it says."""
+    """When one stage did what for one request, as far as it says; `_at_s`: since the server received it."""
 
+    opened_at_s: float
+    first_output_at_s: float
+    last_output_at_s: float
+    ended_at_s: float
     total_s: float  # from the opening of the stage to its end, waits included
     first_output_s: float  # from the same start
+    queued_s: float  # of it in the engine's own queue, or until a call to it was computed
     busy_s: float  # it computed; other requests of the same batches ran along
+    busy: Sequence[tuple[float, float]]  # when: begin and end, at most 256, with the shortest gaps filled
+    tokens: int
+    frames: int  # codec frames
+    steps: int  # of the engine that gave it something
+    batch: float  # mean number of requests, or of chunks, that were computed together
     calls: int  # of a stage that is called a chunk at a time
     calls_s: float  # in these calls, the wait for a batch included
+    call_spans: Sequence[tuple[float, float, int, int]]  # begin, end, frames, batch of the first 256 calls
 
 
 @dataclass(frozen=True, slots=True)

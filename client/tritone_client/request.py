@@ -15,6 +15,7 @@ import numpy.typing as npt
 import tritonclient.grpc
 from tritonclient.utils import np_to_triton_dtype
 
+from tritone_client.caller_trace import trace_parameters
 from tritone_client.errors import InvalidRequest
 
 EncodedFile: TypeAlias = str | os.PathLike[str] | bytes
@@ -54,7 +55,8 @@ class RequestOptions(TypedDict, total=False):
     codec_chunk_growth: float | None  # at most so many times the size before; 0: full size at once
     return_timings: bool | None  # fill Done.stage_timings
     deadline_s: float | None
-    parameters: Mapping[str, Parameter] | None  # Triton request parameters, e.g. traceparent
+    traceparent: str | None  # the span to record the request's spans below; default: the active one
+    parameters: Mapping[str, Parameter] | None  # other Triton request parameters, e.g. queue_priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ def build_request(
     codec_chunk_growth: float | None = None,
     return_timings: bool | None = None,
     deadline_s: float | None = None,
+    traceparent: str | None = None,
     parameters: Mapping[str, Parameter] | None = None,
 ) -> Request:
     """Check one streamed request and turn it into tensors. The options are those of `RequestOptions`.
@@ -119,7 +122,7 @@ def build_request(
 
     Raises:
         InvalidRequest: nothing or two things are asked, a file cannot be read, samples are not mono, a
-            deadline is not positive, or a parameter is not a bool, int or str.
+            deadline is not positive, a traceparent is not one, or a parameter is not a bool, int or str.
     """
     media = _media_tensors(
         _either("image", image, images), _either("audio", audio, audios), _either("video", video, videos)
@@ -158,7 +161,7 @@ def build_request(
         "codec_chunk_growth": None if codec_chunk_growth is None else _number_parameter(codec_chunk_growth),
     }
     given = {name: value for name, value in named.items() if value is not None}
-    all_parameters = {**(parameters or {}), **given}
+    all_parameters = {**_trace(traceparent, parameters or {}), **(parameters or {}), **given}
     return Request(inputs, _checked_parameters(all_parameters, deadline_s), audio_format, deadline_s)
 
 
@@ -166,6 +169,14 @@ def operation_request(operation: str, deadline_s: float) -> Request:
     """A request that asks the pipeline about itself, e.g. `ping`; late is failed, so without grace."""
     inputs = {"op": _string_tensor([operation.encode()])}
     return Request(inputs, _checked_parameters(None, deadline_s), deadline_s=deadline_s, grace_s=0.0)
+
+
+def _trace(traceparent: str | None, parameters: Mapping[str, Parameter]) -> dict[str, str]:
+    if "traceparent" not in parameters:
+        return trace_parameters(traceparent)
+    if traceparent is not None:
+        raise InvalidRequest("traceparent is given twice; leave it out of the parameters")
+    return {}
 
 
 def _either(name: str, one: Any, several: Any) -> Any:

@@ -44,7 +44,15 @@ class Delta:
     error: TritoneError | None = None  # ends this session and no other
 
 
+QUEUED, PREFILL, DECODE = "queued", "prefill", "decode"
+"""Phases of a session on an engine, as the field calls them; an engine may have others."""
+
+
 def _wake_nobody() -> None:
+    """No loop owns the engine yet."""
+
+
+def _note_nothing(session: str, phase: str) -> None:
     """No loop owns the engine yet."""
 
 
@@ -55,6 +63,8 @@ class Engine(ABC):
     wake: Callable[[], None] = staticmethod(_wake_nobody)
     """Set by the loop. An engine with threads of its own calls it, from any of them, when `has_work` has
     become true: a loop that sleeps then turns at once."""
+    note_phase: Callable[[str, str], None] = staticmethod(_note_nothing)
+    """Set by the loop. An engine whose sessions pass through phases says here that a session enters one."""
 
     @abstractmethod
     def __init__(self, placement: Placement, options: Any) -> None:

@@ -33,6 +33,7 @@ from tritone.engines.base import BatchEngine, Placement
 from tritone.engines.loops import BatchLoop, Loop, Peers, StageLoop
 from tritone.errors import ConfigError, InvalidRequest
 from tritone.fault_log import FaultFormatter
+from tritone.tracing import Tracer, open_tracer
 
 log = logging.getLogger("tritone.engine")
 
@@ -148,7 +149,9 @@ class Host:
             loop.post(partial(loop.peer_lost, address))
 
 
-def build_loops(deploy: Deploy, stages: tuple[str, ...], device: str, peers: Peers) -> dict[str, Loop]:
+def build_loops(
+    deploy: Deploy, stages: tuple[str, ...], device: str, peers: Peers, tracer: Tracer | None = None
+) -> dict[str, Loop]:
     """Load the engines of `stages`; Triton model name to its loop."""
     loops: dict[str, Loop] = {}
     budget = Budget(deploy.connector.queued_bytes)
@@ -157,10 +160,12 @@ def build_loops(deploy: Deploy, stages: tuple[str, ...], device: str, peers: Pee
         folder = deploy.require_checkpoint(name)
         engine = deploy.engine_class(name)(Placement(folder, device, settings.threads), settings.options)
         if isinstance(engine, BatchEngine):
-            loops[settings.model] = BatchLoop(settings.model, engine, settings.lease_s)
+            loops[settings.model] = BatchLoop(settings.model, engine, settings.lease_s, tracer)
         else:
             connector = LocalConnector(peers.own_address, settings.model, deploy.connector, budget)
-            loops[settings.model] = StageLoop(settings.model, engine, peers, connector, settings.lease_s)
+            loops[settings.model] = StageLoop(
+                settings.model, engine, peers, connector, settings.lease_s, tracer
+            )
     return loops
 
 
@@ -177,7 +182,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     # A Ctrl-C in the server's terminal reaches the whole group; the life line ends this process in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_watch_life_line, args=(arguments.life_line,), daemon=True, name="life").start()
+    tracers: list[Tracer] = []  # of this process, once it has one
+    life = (arguments.life_line, tracers)
+    threading.Thread(target=_watch_life_line, args=life, daemon=True, name="life").start()
     try:
         server = wire.listen(arguments.address)
     except OSError as error:
@@ -190,7 +197,8 @@ def main(argv: list[str] | None = None) -> int:
     began_s = time.monotonic()
     try:
         deploy = deploys.load(arguments.deploy)
-        loops = build_loops(deploy, stages, arguments.device, host.peers)
+        tracers.append(_open_tracer(deploy, stages, arguments.device))
+        loops = build_loops(deploy, stages, arguments.device, host.peers, tracers[0])
     except (ConfigError, InvalidRequest) as error:
         host.become(wire.LoadFailed(error.what, error.cure), {})
         time.sleep(1.0)  # let doors that are just connecting hear it
@@ -207,9 +215,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _watch_life_line(descriptor: int) -> None:
+def _open_tracer(deploy: Deploy, stages: tuple[str, ...], device: str) -> Tracer:
+    service = "+".join(deploy.stage(stage).model for stage in stages) + ".engine"
+    facts = {
+        "tritone.pipeline": deploy.pipeline.name,
+        "tritone.stage": ",".join(stages),
+        "tritone.device": device,
+    }
+    return open_tracer(deploy.tracing, service, facts)
+
+
+def _watch_life_line(descriptor: int, tracers: list[Tracer]) -> None:
     while os.read(descriptor, 1):
         pass
+    for tracer in tracers:
+        tracer.close()
     os._exit(0)
 
 

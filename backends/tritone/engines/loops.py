@@ -17,7 +17,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,9 @@ import numpy as np
 from tritone import wire
 from tritone.connectors.base import Connector, Delivery, Key
 from tritone.engines.base import BatchEngine, Chunk, Delta, Engine, Value, Values
-from tritone.errors import EngineLost, TritoneError, Unavailable
+from tritone.engines.seat import NO_USAGE, Seat
+from tritone.errors import Cancelled, EngineLost, TritoneError, Unavailable
+from tritone.tracing import Tracer
 
 log = logging.getLogger("tritone.engine")
 
@@ -80,9 +81,10 @@ class Peers:
 class Loop(ABC):
     """One stage's thread: turns until the process ends."""
 
-    def __init__(self, model: str, lease_s: float) -> None:
+    def __init__(self, model: str, lease_s: float, tracer: Tracer | None = None) -> None:
         """model: Triton model name. lease_s: a session that waits longer for input is dropped."""
         self.model = model
+        self._tracer = tracer or Tracer()
         self._lease_s = lease_s
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._beat_s = time.monotonic()
@@ -106,6 +108,7 @@ class Loop(ABC):
                 self._turn()
         except BaseException:
             log.exception("stage %s: the loop ended", self.model)
+            self._tracer.close()
             os._exit(GIVEN_UP_STATUS)
 
     def _drain(self, block: bool) -> None:
@@ -130,29 +133,19 @@ class Loop(ABC):
         """A consumer, maybe the orchestrator, went away."""
 
 
-@dataclass
-class Seat:
-    """One session on one stage."""
-
-    inbox: str
-    routes: list[wire.Route]
-    sources_left: int  # upstream stages that have not ended
-    opened_s: float  # time.monotonic()
-    fed_s: float  # when something last came for it
-    first_output_s: float | None = None
-    numbers: dict[int, int] = field(default_factory=dict)  # pieces sent, by index of the route
-    whole: bool = False  # the engine gets nothing before all sources have ended
-    held: list[Delivery] = field(default_factory=list)  # what came until then, in order
-    busy: list[tuple[float, float]] = field(default_factory=list)  # when the engine computed meanwhile
-
-
 class StageLoop(Loop):
     """The loop of a stage whose engine batches."""
 
     def __init__(
-        self, model: str, engine: Engine, peers: Peers, connector: Connector, lease_s: float
+        self,
+        model: str,
+        engine: Engine,
+        peers: Peers,
+        connector: Connector,
+        lease_s: float,
+        tracer: Tracer | None = None,
     ) -> None:
-        super().__init__(model, lease_s)
+        super().__init__(model, lease_s, tracer)
         self.connector = connector
         connector.attach(
             arrived=lambda session: self.post(partial(self.take, session)),
@@ -160,6 +153,7 @@ class StageLoop(Loop):
         )
         self._engine = engine
         self._engine.wake = partial(self.post, _turn_once)
+        self._engine.note_phase = self._note_phase
         self._peers = peers
         self._seats: dict[str, Seat] = {}
         self._failed_steps = 0
@@ -176,6 +170,7 @@ class StageLoop(Loop):
             self._note_busy(began_s)
             self._num_batches += bool(deltas)
             self._num_batched += len(deltas)
+            self._note_batch(deltas)
             self._deliver(deltas)
         self._drop_expired()
         self._stats = dict(self._engine.stats())
@@ -199,6 +194,17 @@ class StageLoop(Loop):
         for seat in self._seats.values():
             seat.busy.append(span)
 
+    def _note_batch(self, deltas: list[Delta]) -> None:
+        sessions = {delta.session for delta in deltas if delta.outputs}
+        for session in sessions & self._seats.keys():
+            self._seats[session].steps += 1
+            self._seats[session].companions += len(sessions)
+
+    def _note_phase(self, session: str, phase: str) -> None:
+        seat = self._seats.get(session)
+        if seat is not None:
+            seat.phases.append((phase, time.monotonic()))
+
     # -- tasks that reader threads post ---------------------------------------------------------------------
 
     def open(self, message: wire.Open, answer: Answer) -> None:
@@ -207,24 +213,32 @@ class StageLoop(Loop):
             answer(wire.Refused(message.call, "INVALID_ARG", what, "use another id"))
             return
         self.connector.expect(message.session)
+        now = time.monotonic()
+        self._seats[message.session] = Seat(
+            message.inbox,
+            message.routes,
+            message.sources,
+            now,
+            now,
+            whole=message.whole,
+            span=self._tracer.child(f"session {self.model}", message.trace, began_s=now),
+        )
         try:
             self._peers.ensure(message.inbox)
             self._engine.add_request(message.session, message.inputs, message.settings)
         except wire.Disconnected as error:
+            self._leave(message.session, Unavailable.code)
             self.connector.ignore(message.session)
             answer(
                 wire.Refused(message.call, "UNAVAILABLE", f"the orchestrator is gone ({error})", "try again")
             )
         except Exception as error:
             fault = error if isinstance(error, TritoneError) else self._logged(error, "add_request")
+            self._leave(message.session, fault.code)
             self._engine.abort(message.session)
             self.connector.ignore(message.session)
             answer(wire.Refused(message.call, fault.code, fault.what, fault.cure))
         else:
-            now = time.monotonic()
-            self._seats[message.session] = Seat(
-                message.inbox, message.routes, message.sources, now, now, whole=message.whole
-            )
             answer(wire.Opened(message.call))
             if message.sources == 0:
                 self._push(message.session, {}, last=True)
@@ -238,9 +252,9 @@ class StageLoop(Loop):
         except TritoneError as error:
             self._deliver([Delta(session, error=error)])
 
-    def cancel(self, session: str) -> None:
+    def cancel(self, session: str, error: str = Cancelled.code) -> None:
         self.connector.cleanup(session)
-        if self._leave(session):
+        if self._leave(session, error):
             self._engine.abort(session)
 
     def peer_lost(self, address: str) -> None:
@@ -276,11 +290,12 @@ class StageLoop(Loop):
         self.connector.budget.release(sum(delivery.size_bytes for delivery in held))
         return held
 
-    def _leave(self, session: str) -> bool:
-        """Whether the session had a seat; now it has none."""
+    def _leave(self, session: str, error: str = "", usage: Mapping[str, int | float] = NO_USAGE) -> bool:
+        """Whether the session had a seat; now it has none. error: TritoneError.code, "" if it is done."""
         seat = self._seats.pop(session, None)
         if seat is not None:
             self._release(seat)
+            seat.end_spans(self._tracer, error, usage)
         return seat is not None
 
     def _push(self, session: str, values: Mapping[str, Value], last: bool) -> None:
@@ -304,13 +319,14 @@ class StageLoop(Loop):
 
     def _send(self, delta: Delta, seat: Seat) -> None:
         if delta.error is not None:
-            self.cancel(delta.session)
+            self.cancel(delta.session, delta.error.code)
             self._peers.send(seat.inbox, self._failed(delta.session, delta.error))
             return
         now = time.monotonic()
         last = delta.finish_reason is not None
-        if delta.outputs and seat.first_output_s is None:
-            seat.first_output_s = now
+        if delta.outputs:
+            seat.first_output_s = seat.first_output_s or now
+            seat.last_output_s = now
         for index, route in enumerate(seat.routes):
             values = {
                 target: delta.outputs[port] for port, target in route.ports.items() if port in delta.outputs
@@ -326,17 +342,14 @@ class StageLoop(Loop):
                 piece = wire.Piece(delta.session, self.model, "", number, values, last)
                 self._peers.send(route.address, piece)
         if last:
-            self._leave(delta.session)
+            self._leave(delta.session, usage=delta.usage)
             self.connector.ignore(delta.session)
             self._peers.send(seat.inbox, self._finished(delta, seat, now))
 
     def _finished(self, delta: Delta, seat: Seat, now: float) -> wire.Finished:
-        timings = {"total_s": now - seat.opened_s}
-        if seat.first_output_s is not None:
-            timings["first_output_s"] = seat.first_output_s - seat.opened_s
         reason = delta.finish_reason or "stop"
         busy = np.asarray(seat.busy, np.float64).reshape(-1, 2)
-        return wire.Finished(delta.session, self.model, reason, dict(delta.usage), timings, busy)
+        return wire.Finished(delta.session, self.model, reason, dict(delta.usage), seat.times(now), busy)
 
     def _failed(self, session: str, error: TritoneError) -> wire.Failed:
         return wire.Failed(session, self.model, error.code, error.what, error.cure)
@@ -365,8 +378,8 @@ class StageLoop(Loop):
 class BatchLoop(Loop):
     """The loop of a stage that Triton batches."""
 
-    def __init__(self, model: str, engine: BatchEngine, lease_s: float) -> None:
-        super().__init__(model, lease_s)
+    def __init__(self, model: str, engine: BatchEngine, lease_s: float, tracer: Tracer | None = None) -> None:
+        super().__init__(model, lease_s, tracer)
         self._engine = engine
         self._touched_s: dict[str, float] = {}  # by stream: time.monotonic() of its last chunk
 
@@ -392,6 +405,7 @@ class BatchLoop(Loop):
             results = self._engine.run(chunks)
         except Exception as error:
             log.exception("stage %s: batch failed", self.model)
+            self._record(message.chunks, began_s, [TritoneError.code] * len(chunks))
             for chunk in chunks:
                 self.cancel(chunk.session)
             answer(
@@ -405,7 +419,16 @@ class BatchLoop(Loop):
                 self.cancel(chunk.session)
         self._stats = dict(self._engine.stats())
         busy = (began_s, time.monotonic())
-        answer(wire.Ran(message.call, [_stream_result(result, busy) for result in results]))
+        codes = [result.code if isinstance(result, TritoneError) else "" for result in results]
+        self._record(message.chunks, began_s, codes)
+        answer(wire.Ran(message.call, [_stream_result(result, busy, len(chunks)) for result in results]))
+
+    def _record(self, chunks: list[wire.StreamChunk], began_s: float, codes: list[str]) -> None:
+        """A span for each chunk of a batch that has been computed."""
+        for chunk, code in zip(chunks, codes, strict=True):
+            if chunk.trace:
+                span = self._tracer.child(f"compute {self.model}", chunk.trace, began_s=began_s)
+                span.end(error=code, attributes={"tritone.batch": len(chunks)})
 
     def cancel(self, session: str) -> None:
         if self._touched_s.pop(session, None) is not None:
@@ -415,7 +438,7 @@ class BatchLoop(Loop):
         """Nothing is sent from here; streams end by their END chunk, a cancel or the lease."""
 
 
-def _stream_result(result: Values | TritoneError, busy: tuple[float, float]) -> wire.StreamResult:
+def _stream_result(result: Values | TritoneError, busy: tuple[float, float], batch: int) -> wire.StreamResult:
     if isinstance(result, TritoneError):
         return wire.StreamResult({}, result.code, result.what, result.cure)
-    return wire.StreamResult(dict(result), busy=busy)
+    return wire.StreamResult(dict(result), busy=busy, batch=batch)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from tritone.engines.base import Delta, Engine
+from tritone.engines.base import PREFILL, QUEUED, Delta, Engine
 from tritone.engines.slots import Slot, Slots
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
 from tritone.sampling import Sampling
@@ -214,6 +214,7 @@ class SlotEngine(Engine, Generic[S]):
     def _queue(self, session: S) -> None:
         """Let a session that has rows wait for a slot."""
         session.ready_s = time.monotonic()
+        self.note_phase(session.id, QUEUED)
         self._waiting.append(session)
 
     def _refuse(self, session: str, error: TritoneError) -> None:
@@ -239,6 +240,7 @@ class SlotEngine(Engine, Generic[S]):
             if source is not None:
                 self._decoder.copy_prefix(source.index, session.slot.index, session.cached_tokens)
             session.started_s = time.monotonic()
+            self.note_phase(session.id, PREFILL)
             self._running[session.id] = session
             self._counts["prompt_tokens"] += len(session.keys)
             self._counts["cached_tokens"] += session.cached_tokens

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tritone.engines.base import Delta, Value, Values
+from tritone.engines.base import DECODE, Delta, Value, Values
 from tritone.engines.slot_engine import SlotEngine, SlotOptions, SlotSession
 from tritone.errors import ConfigError, InvalidRequest
 from tritone.sampling import Sampling
@@ -125,6 +125,7 @@ class TextEngine(SlotEngine[T], Generic[T]):
             self._counts["generated_tokens"] += 1
             if session.completion_tokens == 1:
                 session.first_token_s = time.monotonic()
+                self.note_phase(session.id, DECODE)
             text, finish_reason = self._read(session, token)
             outputs: dict[str, Value] = {}
             if text:

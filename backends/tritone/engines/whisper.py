@@ -18,8 +18,10 @@ import numpy as np
 from msgspec import Meta
 
 from tritone.audio import AudioLimits, Samples, check_samples, decode_audio, resample
-from tritone.engines.base import Delta, Engine, Placement, Value, Values
+from tritone.engines.base import QUEUED, Delta, Engine, Placement, Value, Values
 from tritone.errors import ConfigError, InvalidRequest, Unavailable
+
+LISTEN = "listen"  # phase of a session, for each recording
 
 _FILES = ("model.bin", "config.json", "tokenizer.json")
 
@@ -87,6 +89,7 @@ class WhisperEngine(Engine):
         recordings = [resample(samples, rate_hz, self._rate_hz) for samples, rate_hz in sounds]
         seconds = sum(map(len, recordings)) / self._rate_hz
         self._waiting.append(_Session(session, deque(recordings), seconds))
+        self.note_phase(session, QUEUED)
 
     def push(self, session: str, inputs: Values, last: bool) -> None:
         """Recordings come whole with the request: nothing can follow."""
@@ -96,6 +99,7 @@ class WhisperEngine(Engine):
             return []
         session = self._waiting[0]
         if session.segments is None:
+            self.note_phase(session.name, LISTEN)
             session.segments = self._listen(session.recordings[0])
         segment = next(session.segments, None)
         if segment is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 
 from tritone import deploy as deploys
 from tritone.answer import Answer
-from tritone.busy import BusyTimes
 from tritone.request import read_request
+from tritone.timeline import Timeline
 
 DEPLOY = deploys.load(Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml")
 RATE_HZ = 24000
@@ -42,7 +43,7 @@ async def fill(made):
     await made.audio(tone(500, 300))
     await made.audio(np.zeros(0, np.float32))
     made.finish_reasons.update(text="stop", audio="stop")
-    await made.done(USAGE, {"thinker": {"total_s": 1.0}}, BusyTimes(), "thinker")
+    await made.done(USAGE, "thinker")
 
 
 async def test_a_stream_is_numbered_placed_and_ends_once():
@@ -82,7 +83,7 @@ async def test_done_tells_reasons_usage_seed_and_timings_if_asked():
         "stages": USAGE,
     }
     assert info["seed"] == 5
-    assert info["timings"]["stages"] == {"thinker": {"total_s": 1.0}}
+    assert info["timings"]["stages"] == {} and "trace_id" not in info
     assert 0 <= info["timings"]["ttft_s"] <= info["timings"]["ttfp_s"] <= info["timings"]["total_s"]
     assert int(last["num_input_tokens"][0]) == 7
     made, responses = answer(stream=True)
@@ -97,9 +98,22 @@ async def test_output_tokens_are_counted_where_they_are_sent(stream, counts):
     assert [int(t["num_output_tokens"][0]) for t, _ in responses if "num_output_tokens" in t] == counts
 
 
+async def test_times_count_from_when_the_request_was_received():
+    responses = []
+    request = dataclasses.replace(REQUEST, stream=True, return_timings=True)
+    timeline = Timeline(time.monotonic() - 5)
+    made = Answer(request, RATE_HZ, lambda tensors, final: responses.append(tensors), timeline=timeline)
+    made.text("Hello")
+    await made.done({}, trace_id="ab" * 16)
+    info = json.loads(responses[-1]["info"][0])
+    assert info["trace_id"] == "ab" * 16
+    assert 5 <= info["timings"]["ttft_s"] <= info["timings"]["total_s"] < 15
+    assert "ttfp_s" not in info["timings"], "nothing was heard"
+
+
 async def test_without_a_writer_no_stage_speaks_for_the_text():
     made, responses = answer(stream=True, return_num_input_tokens=True)
-    await made.done({"talker": {"prompt_tokens": 90, "completion_tokens": 11}}, {}, BusyTimes())
+    await made.done({"talker": {"prompt_tokens": 90, "completion_tokens": 11}})
     last = responses[-1][0]
     usage = json.loads(last["info"][0])["usage"]
     assert set(usage) == {"audio_s", "stages"} and usage["stages"]["talker"]["prompt_tokens"] == 90

@@ -144,7 +144,10 @@ def test_a_session_gives_its_pieces_in_order_and_one_end(make_link, inbox):
     pieces, end = inbox.until_end()
     assert [p.values.get("text") for p in pieces] == ["one ", "two ", "three "]
     assert [p.number for p in pieces] == [0, 1, 2] and [p.last for p in pieces] == [False, False, True]
-    assert isinstance(end, wire.Finished) and end.reason == "stop" and end.timings["total_s"] > 0
+    assert isinstance(end, wire.Finished) and end.reason == "stop"
+    times = end.times
+    assert times.opened_s < times.first_output_s < times.last_output_s <= times.ended_s <= time.monotonic()
+    assert times.steps == 3 and times.batch == 1
     assert sessions(link) == 0
 
 

@@ -24,6 +24,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 import echo
 from tritone import contract, control, wire
@@ -32,6 +36,7 @@ from tritone.chunk_feed import ChunkFeed
 from tritone.deploy import Chunks
 from tritone.engines.host import Host, build_loops
 from tritone.errors import EngineLost, InvalidRequest
+from tritone.otlp import OtlpTracer
 
 ECHO = Path(__file__).parents[2] / "pipelines" / "echo.py"
 TEXT_OUTPUTS = [port.name for port in contract.COMMON_OUTPUTS]
@@ -97,7 +102,7 @@ class StageEngine:
         self.push(wire.Piece(session, self._model, "", number, values, last))
 
     def finish(self, session, reason="stop"):
-        self.push(wire.Finished(session, self._model, reason, {"completion_tokens": 2}, {"total_s": 0.1}))
+        self.push(wire.Finished(session, self._model, reason, {"completion_tokens": 2}, times(0.1)))
 
     def fail(self, session, code, what):
         self.push(wire.Failed(session, self._model, code, what, "do it again"))
@@ -159,7 +164,7 @@ def speaks_a_word(bench, session, text):
 class Bench:
     """An orchestrator of the echo pipeline over scripted stages. `check` is the promise of all tests here."""
 
-    def __init__(self, may_stream=True, plan=None, accepts=(), **settings):
+    def __init__(self, may_stream=True, plan=None, accepts=(), tracer=None, **settings):
         from tritone.orchestrator import Orchestrator
 
         deploy = deploys.from_mapping({"pipeline": str(ECHO), **settings}, "test")
@@ -173,6 +178,7 @@ class Bench:
         self.script = answer
         self.on_chunk = lambda call: None  # called with each RunChunk; may wait or raise
         self.on_drop = lambda call: None
+        self.chunk_calls = []  # the RunChunk calls, in order
         self.opened = {"writer": {}, "singer": {}}  # by stage: the calls that opened sessions, by session
         self.pings = Counter()
         self.ill = {}  # by stage: the "error" of its ping
@@ -185,7 +191,7 @@ class Bench:
         fake.MODELS["echo_wave"] = self.wave
         self.address = f"tritone-test/{uuid.uuid4().hex}"
         facts = deploy.pipeline.facts(deploy.checkpoint)
-        self.orchestrator = Orchestrator(deploy, facts, "echo/1", self.address, may_stream)
+        self.orchestrator = Orchestrator(deploy, facts, "echo/1", self.address, may_stream, tracer=tracer)
 
     # -- the client's side
 
@@ -253,6 +259,7 @@ class Bench:
             return self._reply({}, True)
         if isinstance(call, control.KeepStream):
             return self._reply({}, True)
+        self.chunk_calls.append(call)
         self.on_chunk(call)
         num_frames = request.tensors["frames"].shape[1] if "frames" in request.tensors else 0
         samples = np.full((1, num_frames * SAMPLES_PER_FRAME), 0.5, np.float32)
@@ -264,7 +271,7 @@ class Bench:
 
     def _sound(self, samples):
         """samples: [1, n]"""
-        reply = contract.REPLY.pack(json.dumps({"busy": [0.0, 0.0]}))[None]
+        reply = contract.REPLY.pack(json.dumps({"busy": [0.0, 0.0], "batch": 3}))[None]
         return fake.InferenceResponse([fake.Tensor("pcm", samples), fake.Tensor("reply", reply)])
 
     # -- the end
@@ -538,18 +545,24 @@ def test_a_streamed_answer_is_whole_and_says_how_it_ended(bench):
     assert [int(answer["index"][0]) for answer in client.responses] == list(range(len(client.responses)))
 
 
+def times(total_s, first_output_s=None):
+    """Of a stage that opens a session now and ends it after `total_s`, and gives something once or never."""
+    now = time.monotonic()
+    first_s = None if first_output_s is None else now + first_output_s
+    return wire.StageTimes(now, now + total_s, first_s, first_s)
+
+
 def ending_with(writer="stop", singer="stop"):
     """A script of a healthy pipeline whose stages end for these reasons, each with counts of its own."""
 
     def script(bench, session, text):
         usage = {"prompt_tokens": 5, "completion_tokens": 2}
         bench.writer.piece(session, 0, {"text": "abcd"}, last=True)
-        bench.writer.push(wire.Finished(session, "echo_writer", writer, usage, {"total_s": 0.5}))
+        bench.writer.push(wire.Finished(session, "echo_writer", writer, usage, times(0.5)))
         if bench.is_heard("singer", session):
             bench.sing(session, 0, "abcd", last=True)
             usage = {"prompt_tokens": 90, "completion_tokens": 11, "codec_frames": 4}
-            timings = {"total_s": 0.75, "first_output_s": 0.25}
-            bench.singer.push(wire.Finished(session, "echo_singer", singer, usage, timings))
+            bench.singer.push(wire.Finished(session, "echo_singer", singer, usage, times(0.75, 0.25)))
 
     return script
 
@@ -590,10 +603,17 @@ def test_done_keeps_what_each_stage_counts_and_how_long_it_took(bench):
     }
     assert int(client.responses[-1]["num_input_tokens"][0]) == 5
     stages = info["timings"]["stages"]
-    assert stages["writer"] == {"total_s": 0.5, "busy_s": 0.0}
-    assert stages["singer"] == {"total_s": 0.75, "first_output_s": 0.25, "busy_s": 0.0}
+    writer, singer, wave = (stages[name] for name in ("writer", "singer", "wave"))
+    assert (writer["total_s"], writer["busy_s"], writer["tokens"]) == (0.5, 0.0, 2)
+    assert (singer["total_s"], singer["first_output_s"], singer["frames"]) == (0.75, 0.25, 4)
+    assert singer["first_output_at_s"] - singer["opened_at_s"] == pytest.approx(0.25, abs=1e-5)
+    assert "first_output_at_s" not in writer, "it says that it gave nothing"
     assert info["timings"]["idle_s"] == info["timings"]["total_s"], "no stage of this bench computes"
-    assert stages["wave"]["calls"] == 2 and stages["wave"]["calls_s"] > 0  # four frames, then the end
+    assert wave["calls"] == 2 and wave["calls_s"] > 0 and wave["frames"] == 4  # four frames, then the end
+    assert [(frames, batch) for _, _, frames, batch in wave["call_spans"]] == [(4, 3), (0, 3)]
+    assert wave["opened_at_s"] == wave["call_spans"][0][0] and wave["ended_at_s"] == wave["call_spans"][1][1]
+    assert 0 <= info["timings"]["queued_s"] < singer["opened_at_s"] < wave["opened_at_s"]
+    assert info["timings"]["ttfp_s"] >= wave["first_output_at_s"] == wave["last_output_at_s"]
 
 
 def test_what_a_deadline_cuts_off_is_sent_and_says_so(bench):
@@ -606,6 +626,171 @@ def test_what_a_deadline_cuts_off_is_sent_and_says_so(bench):
     assert client.outcome() == "done"
     assert json.loads(client.texts("finish_reason")[0]) == {"text": "deadline", "audio": "deadline"}
     assert client.texts("event")[-1] == "done" and "audio" in client.texts("event")
+
+
+# -- spans -----------------------------------------------------------------------------------------------
+
+CALLER = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+
+
+class Traced:
+    """A bench, and the spans that its orchestrator records."""
+
+    def __init__(self, make_bench, **settings):
+        self._exporter = InMemorySpanExporter()
+        self.tracer = OtlpTracer(SimpleSpanProcessor(self._exporter), Resource({}))
+        self.bench = make_bench(tracer=self.tracer, **settings)
+
+    @property
+    def spans(self):
+        return self._exporter.get_finished_spans()
+
+    def named(self, name):
+        """The one span of that name, waited for: the client may hear of the end before it."""
+        wait_until(lambda: any(span.name == name for span in self.spans))
+        (found,) = [span for span in self.spans if span.name == name]
+        return found
+
+    def errors(self):
+        self.named("chat echo")
+        return {span.name: span.attributes.get("error.type", "") for span in self.spans}
+
+
+@pytest.fixture
+def traced(make_bench):
+    return Traced(make_bench)
+
+
+def below(span, parent):
+    inside = parent.start_time <= span.start_time <= span.end_time <= parent.end_time
+    return inside and span.parent.span_id == parent.context.span_id
+
+
+def test_the_spans_of_a_request_form_one_tree_below_its_caller(traced):
+    bench = traced.bench
+    client = bench.ask(modalities="text,audio", parameters=CALLER)
+    assert client.outcome() == "done"
+    assert json.loads(client.texts("info")[0])["trace_id"] == "ab" * 16
+    request = traced.named("chat echo")
+    assert f"{request.parent.span_id:016x}" == "cd" * 8
+    children = ["queue", "stage writer", "stage singer", "stage wave"]
+    assert all(below(traced.named(name), request) for name in children) and len(traced.spans) == 5
+    assert {f"{span.context.trace_id:032x}" for span in traced.spans} == {"ab" * 16}
+    (session,) = bench.sessions()
+    carriers = {
+        "stage writer": [bench.opened["writer"][session].trace],
+        "stage singer": [bench.opened["singer"][session].trace],
+        "stage wave": [call.trace for call in bench.chunk_calls],
+    }
+    for name, traces in carriers.items():
+        span_id = f"{traced.named(name).context.span_id:016x}"
+        assert traces and all(trace == {"traceparent": f"00-{'ab' * 16}-{span_id}-01"} for trace in traces)
+
+
+def test_spans_say_what_was_made_and_nothing_that_was_said(traced):
+    client = traced.bench.ask("a secret word", seed=None, modalities="text,audio", parameters={"seed": 5})
+    assert client.outcome() == "done"
+    request = dict(traced.named("chat echo").attributes)
+    assert request.pop("tritone.ttft_s") > 0 and request.pop("tritone.ttfp_s") > 0
+    assert request == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "tritone",
+        "gen_ai.request.model": "echo",
+        "gen_ai.request.seed": 5,
+        "gen_ai.output.type": "speech",
+        "gen_ai.response.finish_reasons": ["stop", "stop"],
+        "gen_ai.usage.output_tokens": 2,
+        "tritone.audio_s": len("a secret word ") * SAMPLES_PER_FRAME / 8000,
+    }
+    wave = traced.named("stage wave").attributes
+    assert wave["tritone.calls"] == len(traced.bench.chunk_calls) and wave["tritone.batch"] == 3
+    assert "secret" not in " ".join(span.to_json() for span in traced.spans)
+
+
+@pytest.mark.parametrize("flag", ["00", None])
+def test_a_caller_who_wants_no_spans_gets_none_anywhere(traced, flag):
+    bench = traced.bench
+    parameters = {"traceparent": CALLER["traceparent"][:-2] + (flag or "")}
+    client = bench.ask(modalities="text,audio", parameters=parameters)
+    assert client.outcome() == "done"
+    if flag is None:
+        assert traced.named("chat echo").parent is None, "one that is not valid begins a trace of its own"
+        return
+    (session,) = bench.sessions()
+    assert bench.opened["writer"][session].trace == {} and bench.chunk_calls[0].trace == {}
+    bench.check()
+    assert not traced.spans and "trace_id" not in json.loads(client.texts("info")[0])
+
+
+@pytest.mark.parametrize(
+    ("end", "errors"),
+    [
+        (end_normally, {"chat echo": "", "queue": "", "stage writer": ""}),
+        (refuse_the_request, {"chat echo": "INVALID_ARG"}),
+        (refuse_in_the_stage, {"chat echo": "INVALID_ARG", "queue": "", "stage writer": "INVALID_ARG"}),
+        (fail_in_a_stage, {"chat echo": "INTERNAL", "queue": "", "stage writer": "INTERNAL"}),
+        (cancel, {"chat echo": "CANCELLED", "queue": "", "stage writer": "CANCELLED"}),
+        (
+            deadline_without_output,
+            {"chat echo": "DEADLINE_EXCEEDED", "queue": "", "stage writer": "CANCELLED"},
+        ),
+        (deadline_with_output, {"chat echo": "", "queue": "", "stage writer": "CANCELLED"}),
+        (engine_death, {"chat echo": "UNAVAILABLE", "queue": "", "stage writer": "ENGINE_LOST"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_end_is_told_by_the_spans_that_it_concerns(traced, end, errors):
+    end(traced.bench).outcome()
+    assert traced.errors() == errors
+    for span in traced.spans:
+        is_error = span.status.status_code is StatusCode.ERROR
+        assert is_error == bool(errors[span.name]) and (span.status.description or "") == errors[span.name]
+
+
+def test_a_chunk_that_fails_is_the_fault_of_its_stage(traced):
+    assert fail_in_a_chunk(traced.bench).outcome() == "INTERNAL"
+    assert traced.errors() == {
+        "chat echo": "INTERNAL",
+        "queue": "",
+        "stage writer": "",
+        "stage singer": "",
+        "stage wave": "INTERNAL",
+    }
+
+
+def test_a_request_that_never_has_its_turn_is_told_by_its_queue(make_bench):
+    traced = Traced(make_bench, max_in_flight=1, max_queued=1)
+    traced.bench.script = silent
+    holder = traced.bench.ask()
+    traced.bench.sessions()
+    client = traced.bench.ask(parameters={"deadline_ms": 100})
+    assert client.outcome() == "DEADLINE_EXCEEDED"
+    refused = [span for span in traced.spans if span.name == "queue" and span.attributes]
+    assert [span.attributes["error.type"] for span in refused] == ["DEADLINE_EXCEEDED"]
+    holder.cancelled = True
+
+
+def test_stages_that_begin_again_have_spans_anew(make_bench):
+    traced = Traced(make_bench, resumes=1)
+    bench = traced.bench
+
+    def script(bench, session, text):
+        if len(bench.opened["writer"]) == 1:
+            bench.writer.fail(session, "ENGINE_LOST", "it died")
+        else:
+            answer(bench, session, text)
+
+    bench.script = script
+    assert bench.ask().outcome() == "done"
+    request = traced.named("chat echo")
+    tries = [span for span in traced.spans if span.name == "stage writer"]
+    assert [span.attributes.get("error.type") for span in tries] == ["ENGINE_LOST", None]
+    assert all(below(span, request) for span in tries) and "error.type" not in request.attributes
+
+
+def test_a_ping_is_no_request(traced):
+    assert traced.bench.ask(op="ping").outcome() == "done"
+    assert traced.spans == ()
 
 
 # -- what a request leaves in the stages -----------------------------------------------------------------
@@ -826,9 +1011,9 @@ def test_silence_of_a_stage_that_is_ill_ends_the_request(make_bench):
 
 
 def test_silence_ends_the_request_when_the_door_of_the_stage_does_not_answer_a_ping(make_bench, monkeypatch):
-    from tritone import orchestrator
+    from tritone import stage_calls
 
-    monkeypatch.setattr(orchestrator, "PING_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(stage_calls, "PING_TIMEOUT_S", 0.1)
     bench = make_bench(stall_s=0.1)
     bench.script, pongs = silent, bench.hold()
     writer = fake.MODELS["echo_writer"]

@@ -1,5 +1,6 @@
 """What is counted of requests and engines, and how it is computed."""
 
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -40,7 +41,7 @@ class Sheet:
 
 
 def a_session(stream=True, started=True, modalities=("text", "audio"), reasons=None, **more):
-    pace = Pace()
+    pace = Pace(time.monotonic())
     pace.first_s = {"text": 0.1, "audio": 0.3}
     pace.last_s = {"text": 0.7, "audio": 1.5}
     pace.gaps_s = [0.5, 0.7]
@@ -121,7 +122,7 @@ def test_a_streamed_answer_gives_each_family_its_value():
 
 def test_a_whole_answer_ends_when_it_is_sent_and_has_no_gaps():
     session = a_session(stream=False)
-    session.answer.pace.began_s -= 2.0
+    session.answer.pace._received_s -= 2.0
     sheet = tally(session)
     assert sheet.observed[m.E2EL, "text", "false"] == [pytest.approx(2.0, abs=0.5)]
     assert sheet.observed[m.RTF, "audio", "false"] == [pytest.approx(2 / 3, abs=0.2)]

@@ -1,14 +1,20 @@
 """The loop around an engine: what wakes it, what it gives engine and connector, and in which order."""
 
 import threading
+import time
 
+import numpy as np
 import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tritone import wire
 from tritone.connectors.base import Budget, Connector, Delivery, Key
-from tritone.engines.base import Delta, Engine
-from tritone.engines.loops import StageLoop
-from tritone.errors import EngineLost, Unavailable
+from tritone.engines.base import BatchEngine, Delta, Engine
+from tritone.engines.loops import BatchLoop, StageLoop
+from tritone.errors import EngineLost, TritoneError, Unavailable
+from tritone.otlp import OtlpTracer
 
 INBOX, NEXT = "an inbox", "the next stage"
 
@@ -75,6 +81,7 @@ class Notes(Engine):
         self.refusal = self.fault = None
 
     def add_request(self, session, inputs, settings):
+        self.note_phase(session, "queued")
         if self.refusal is not None:
             raise self.refusal
 
@@ -104,12 +111,14 @@ class Stage:
 
     def __init__(self, **connector_settings):
         self.engine, self.inboxes, self.hand = Notes(), Inboxes(), Hand(**connector_settings)
-        self.loop = StageLoop("m", self.engine, self.inboxes, self.hand, 60.0)
+        self.exporter = InMemorySpanExporter()
+        self.tracer = OtlpTracer(SimpleSpanProcessor(self.exporter), Resource({}))
+        self.loop = StageLoop("m", self.engine, self.inboxes, self.hand, 60.0, self.tracer)
         self.answers = []
 
-    def open(self, session="s", sources=1, whole=False):
+    def open(self, session="s", sources=1, whole=False, trace=None):
         routes = [wire.Route(NEXT, "n", {"rows": "in"}), wire.Route(INBOX, "", {"text": "text"})]
-        message = wire.Open(1, "m", session, INBOX, {}, sources, {}, routes, whole)
+        message = wire.Open(1, "m", session, INBOX, {}, sources, {}, routes, whole, trace or {})
         self.loop.open(message, self.answers.append)
 
     def comes(self, session, *chunks):
@@ -302,3 +311,110 @@ def test_the_figures_of_the_connector_are_among_those_of_the_stage(stage):
     stage.turn()
     stats = stage.loop.stats()
     assert (stats["sessions"], stats["active"], stats["connector_late"]) == (1, 0, 7)
+
+
+# -- when what happened ------------------------------------------------------------------------------------
+
+CALLER = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+
+
+def spans(exporter):
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def test_the_end_tells_when_the_stage_had_the_session_and_with_whom(stage):
+    before_s = time.monotonic()
+    stage.open("s")
+    stage.open("t")
+    stage.engine.note_phase("s", "prefill")
+    stage.makes(Delta("s", {"text": "a"}), Delta("t", {"text": "a"}))
+    stage.makes(Delta("s", {"text": "b"}))
+    stage.makes(Delta("s", {}, "stop"))
+    times = stage.inboxes.sent[-1].times
+    moments = [before_s, times.opened_s, times.first_output_s, times.last_output_s, times.ended_s]
+    assert moments == sorted(moments) and times.first_output_s < times.last_output_s
+    assert (times.steps, times.batch) == (2, 1.5), "once with another, once alone"
+    assert 0 < times.queued_s < times.ended_s - times.opened_s
+
+
+def test_an_engine_without_a_queue_and_an_output_says_so(stage):
+    stage.engine.note_phase = lambda session, phase: None
+    stage.open()
+    stage.makes(Delta("s", {}, "stop"))
+    times = stage.inboxes.sent[-1].times
+    assert (times.first_output_s, times.last_output_s, times.queued_s) == (None, None, None)
+    assert (times.steps, times.batch) == (0, None)
+
+
+def test_a_traced_session_has_a_span_and_its_phases_fill_it(stage):
+    stage.open(trace=CALLER)
+    for phase in ("prefill", "decode"):
+        stage.engine.note_phase("s", phase)
+    stage.makes(Delta("s", {"text": "a"}, "stop", {"completion_tokens": 3}))
+    told = spans(stage.exporter)
+    session = told.pop("session m")
+    assert f"{session.parent.span_id:016x}" == "cd" * 8
+    assert session.attributes["tritone.usage.completion_tokens"] == 3
+    assert "error.type" not in session.attributes
+    assert list(told) == ["queued", "prefill", "decode"]
+    assert all(span.parent.span_id == session.context.span_id for span in told.values())
+    times = [time_ns for span in told.values() for time_ns in (span.start_time, span.end_time)]
+    assert np.diff(times).min() >= -2000, "each begins where the one before ends, to 2 us"
+    assert session.start_time - 2000 <= times[0] and times[-1] <= session.end_time + 2000
+
+
+@pytest.mark.parametrize("end", ["cancel", "fail", "refuse"])
+def test_a_traced_session_says_how_it_was_ended(stage, end):
+    if end == "refuse":
+        stage.engine.refusal = Unavailable("full", "wait")
+    stage.open(trace=CALLER)
+    if end == "cancel":
+        stage.loop.cancel("s")
+    if end == "fail":
+        stage.makes(Delta("s", error=TritoneError("it broke")))
+    codes = {"cancel": "CANCELLED", "fail": "INTERNAL", "refuse": "UNAVAILABLE"}
+    assert spans(stage.exporter)["session m"].attributes["error.type"] == codes[end]
+
+
+def test_a_session_that_is_not_traced_has_no_span(stage):
+    stage.open()
+    stage.makes(Delta("s", {"text": "a"}, "stop"))
+    assert stage.exporter.get_finished_spans() == ()
+
+
+class Halves(BatchEngine):
+    """Fails every second chunk of a batch; all of it when told so."""
+
+    Options = None
+
+    def __init__(self):
+        self.fault = None
+
+    def run(self, chunks):
+        if self.fault is not None:
+            raise self.fault
+        return [Unavailable("odd") if number % 2 else {"pcm": [b""]} for number in range(len(chunks))]
+
+    def abort(self, session):
+        pass
+
+    def stats(self):
+        return {"active": 0}
+
+
+@pytest.mark.parametrize(("fault", "errors"), [(None, ["", "UNAVAILABLE"]), (OSError(), ["INTERNAL"] * 2)])
+def test_each_traced_chunk_of_a_batch_has_a_span(fault, errors):
+    exporter = InMemorySpanExporter()
+    engine = Halves()
+    engine.fault = fault
+    loop = BatchLoop("w", engine, 60.0, OtlpTracer(SimpleSpanProcessor(exporter), Resource({})))
+    chunks = [wire.StreamChunk(name, {}, True, False, {}, CALLER) for name in "ab"]
+    chunks.append(wire.StreamChunk("c", {}, True, False, {}))
+    answers = []
+    loop.batch(wire.Run(1, "w", chunks), answers.append)
+    told = exporter.get_finished_spans()
+    assert [span.name for span in told] == ["compute w"] * 2
+    assert [span.attributes.get("error.type", "") for span in told] == errors
+    assert {span.attributes["tritone.batch"] for span in told} == {3}
+    if fault is None:
+        assert [result.batch for result in answers[0].results if not result.code] == [3, 3]

@@ -223,6 +223,19 @@ def test_has_work_only_while_there_is_some(make_engine: MakeEngine) -> None:
     assert stats["active"] == stats["waiting"] == 0 and stats["slots"] == 8 and stats["generated_tokens"] == 1
 
 
+def test_a_session_says_which_phase_it_enters(make_engine: MakeEngine) -> None:
+    """The second waits for the only slot until the first is done."""
+    engine = make_engine(max_slots=1)
+    told: list[tuple[str, str]] = []
+    engine.note_phase = lambda session, phase: told.append((session, phase))
+    ask(engine, "a")
+    ask(engine, "b")
+    run(engine)
+    phases = ["queued", "prefill", "decode"]
+    assert [phase for session, phase in told if session == "b"] == phases
+    assert [session for session, _ in told] == ["a", "b", "a", "a", "b", "b"]
+
+
 # -- text and the ends of it --------------------------------------------------------------------------------
 
 

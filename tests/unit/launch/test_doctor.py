@@ -128,6 +128,18 @@ class TestPipeline:
         own = doctor.check_threads(deploy, ["--backend-config=python,thread-pool-size=40"])
         assert own.level is Level.PROBLEM
 
+    def test_tracing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+        silent = deploys.load(write_deploy(tmp_path / "silent") / "deploy.yaml")
+        assert doctor.check_tracing(silent) == []
+        tracing = {"otlp_endpoint": "http://127.0.0.1:4318"}
+        deploy = deploys.load(write_deploy(tmp_path / "echo", tracing=tracing) / "deploy.yaml")
+        [finding] = doctor.check_tracing(deploy)
+        assert finding.level is Level.OK and "http://127.0.0.1:4318" in finding.what
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+        [finding] = doctor.check_tracing(deploy)
+        assert finding.level is Level.WARNING and "tritone[tracing]" in finding.cure
+
     def test_checkpoint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         deploy = deploys.load(write_deploy(tmp_path / "echo", checkpoint=str(tmp_path / "1")) / "deploy.yaml")
         assert doctor.check_checkpoint(deploy)[0].what == "echo needs none"

@@ -81,6 +81,15 @@ def test_several_recordings_give_a_delta_each(engine):
     assert deltas[-1].usage == {"audio_seconds": 6.0}
 
 
+def test_the_phases_of_a_session_are_its_wait_and_each_recording(engine):
+    told = []
+    engine.note_phase = lambda session, phase: told.append((session, phase))
+    engine.add_request("a", {"audio": np.array([wav(1), wav(1)], dtype=object)}, {})
+    engine.add_request("b", raw(1), {})
+    run(engine)
+    assert told == [("a", "queued"), ("b", "queued"), ("a", "listen"), ("a", "listen"), ("b", "listen")]
+
+
 def test_other_rates_are_resampled(engine):
     engine.add_request("a", {"audio_input": np.repeat(tone(2), 3), "audio_input_rate": 3 * RATE_HZ}, {})
     assert run(engine)[0].outputs == {"transcript": "0 1"}

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from tritone.engines.base import Delta, Placement, Values
+from tritone.engines.base import DECODE, Delta, Placement, Values
 from tritone.engines.slot_engine import SlotEngine, SlotOptions, SlotSession
 from tritone.engines.text_engine import sampling_of
 from tritone.engines.torch_setup import prepared_torch
@@ -265,6 +265,7 @@ class Talker(SlotEngine[_Session]):
             self._counts["generated_tokens"] += 1
             if len(session.codes) == 1:
                 session.first_token_s = time.monotonic()
+                self.note_phase(session.id, DECODE)
             reason = self._end_of(session, code)
             if reason is None:
                 going.append(i)
