@@ -1,14 +1,16 @@
 # make demo          install, build the weights, serve, ask, hear the answer in reply.wav
 # make serve         the same server, until Ctrl-C
 # make test          everything that must pass
+# make perf          perf_analyzer against a pipeline: client/bench/perf_analyzer/
 # make soak          load and faults for a quarter of an hour: tests/soak/soak.py
 # make setup weights lint format clean
 #
 # PYTHON, VENV           the interpreter to use, and where to install
 # TORCH_INDEX            an index to install torch and torchvision from, where the usual one gives CUDA builds
-# PIPELINE               for demo and serve
+# PIPELINE               for demo, serve and perf
+# URL                    for perf: the gRPC address of a server that runs, instead of one of its own
 # PROMPT, AUDIO, OUT     for demo: the question, typed or spoken, and the file for the answer
-# ARGS                   for serve, for pytest and for soak
+# ARGS                   for serve, for pytest, for perf and for soak
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
@@ -17,6 +19,7 @@ PIPELINE ?= smoltalk
 OUT ?= reply.wav
 PROMPT ?=
 AUDIO ?=
+URL ?=
 ARGS ?=
 TORCH_INDEX ?=
 
@@ -26,7 +29,7 @@ SERVE_READY := $(VENV)/.installed-serve
 TEST_READY := $(VENV)/.installed-test
 SOURCES := backends client tests build
 
-.PHONY: demo serve test soak setup weights lint format clean
+.PHONY: demo serve test perf soak setup weights lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(SERVE_READY) weights
@@ -38,6 +41,9 @@ serve: $(SERVE_READY) weights
 
 test: $(TEST_READY) weights lint
 	$(BIN)/python -m pytest $(ARGS)
+
+perf: $(SERVE_READY) weights
+	@$(BIN)/python build/perf.py --pipeline '$(PIPELINE)' --url '$(URL)' $(ARGS)
 
 soak: $(SERVE_READY)
 	$(BIN)/python tests/soak/soak.py $(ARGS)
