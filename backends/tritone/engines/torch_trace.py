@@ -26,7 +26,7 @@ from tritone import wire
 from tritone.errors import InvalidRequest, TritoneError, Unavailable, Unsupported
 
 MAX_SECONDS = 60
-MAX_RECORD_BYTES = 64 << 20  # of memory: some 280,000 operations
+MAX_RECORD_BYTES = 32 << 20  # of memory: some 140,000 operations
 MAX_TRACE_BYTES = 64 << 20  # of the compressed file
 WATCH_EVERY_S = 0.1
 COMPRESSION_LEVEL = 3  # higher ones are slow and gain little
