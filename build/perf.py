@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,18 +17,20 @@ from pathlib import Path
 import perf_analyzer_binary
 from demo import interrupt, served
 
+from perf_analyzer.__main__ import main as run_recipes
 from tritone.errors import ConfigError
 
-RECIPES = Path(__file__).parents[1] / "client" / "bench"
 PIPELINE = "smoltalk"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run perf_analyzer against a pipeline.", add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--pipeline", default=PIPELINE)
     parser.add_argument("--url", default="", help="gRPC, of a server that runs; default: start one")
     parser.add_argument("--http", default="", help="its HTTP address; default: the port before that of --url")
     args, words = parser.parse_known_args()
+    if {"-h", "--help"} & set(words):
+        return run_recipes(["run", "--help"])
     try:
         program = perf_analyzer_binary.fetch()
     except ConfigError as error:
@@ -51,11 +52,9 @@ def port_before(url: str) -> str:
 
 def measure(program: Path, pipeline: str, grpc: str, http: str, words: Sequence[str]) -> int:
     """Run the recipes; returns their status."""
-    environment = perf_analyzer_binary.environment(program)
-    environment["PYTHONPATH"] = os.pathsep.join([str(RECIPES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ.update(perf_analyzer_binary.environment(program))
     where = [f"--url={grpc}", f"--http={http}", f"--program={program}"]
-    command = [sys.executable, "-m", "perf_analyzer", "run", pipeline, *where, *words]
-    return subprocess.run(command, env=environment, check=False).returncode
+    return run_recipes(["run", pipeline, *where, *words])
 
 
 if __name__ == "__main__":
