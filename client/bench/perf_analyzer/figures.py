@@ -78,7 +78,7 @@ def measures(answer: Answer) -> dict[str, list[float]]:
 def _spread(values: Sequence[float]) -> tuple[float, float, float] | None:
     if not values:
         return None
-    p50, p90, p99 = (float(value) for value in np.percentile(values, PERCENTILES))
+    p50, p90, p99 = (float(v) for v in np.percentile(values, PERCENTILES, method="inverted_cdf"))
     return p50, p90, p99
 
 
