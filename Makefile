@@ -1,14 +1,16 @@
 # make demo          install, build the weights, serve, ask, hear the answer in reply.wav
 # make serve         the same server, until Ctrl-C
 # make test          everything that must pass
+# make perf          perf_analyzer against a pipeline: client/bench/perf_analyzer/
 # make soak          load and faults for a quarter of an hour: tests/soak/soak.py
 # make setup weights prometheus lint format clean
 #
 # PYTHON, VENV           the interpreter to use, and where to install
 # TORCH_INDEX            an index to install torch and torchvision from, where the usual one gives CUDA builds
-# PIPELINE               for demo and serve
+# PIPELINE               for demo, serve and perf
+# URL                    for perf: the gRPC address of a server that runs, instead of one of its own
 # PROMPT, AUDIO, OUT     for demo: the question, typed or spoken, and the file for the answer
-# ARGS                   for serve, for pytest and for soak
+# ARGS                   for serve, for pytest, for perf and for soak
 # JOBS                   how many files of tests run at once
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
@@ -18,6 +20,7 @@ PIPELINE ?= smoltalk
 OUT ?= reply.wav
 PROMPT ?=
 AUDIO ?=
+URL ?=
 ARGS ?=
 JOBS ?= 2
 TORCH_INDEX ?=
@@ -28,7 +31,7 @@ SERVE_READY := $(VENV)/.installed-serve
 TEST_READY := $(VENV)/.installed-test
 SOURCES := backends client tests build
 
-.PHONY: demo serve test soak setup weights prometheus lint format clean
+.PHONY: demo serve test perf soak setup weights prometheus lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(SERVE_READY) weights
@@ -40,6 +43,9 @@ serve: $(SERVE_READY) weights
 
 test: $(TEST_READY) weights lint prometheus
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+perf: $(SERVE_READY) weights
+	@$(BIN)/python build/perf.py --pipeline '$(PIPELINE)' --url '$(URL)' $(ARGS)
 
 soak: $(SERVE_READY)
 	$(BIN)/python tests/soak/soak.py $(ARGS)

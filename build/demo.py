@@ -42,11 +42,12 @@ def main() -> int:
     if fault is not None:
         print(f"demo: {fault}", file=sys.stderr)
         return 1
-    with served(args.pipeline) as url:
-        if url is None:
+    with served(args.pipeline) as addresses:
+        if addresses is None:
             return 1
         print(f"\n> {prompt or args.audio}\n", flush=True)
-        status = ask([*question, "--out", args.out, "--pipeline", args.pipeline, "--url", url])
+        where = ["--pipeline", args.pipeline, "--url", addresses["grpc"]]
+        status = ask([*question, "--out", args.out, *where])
     if status == 0:
         serve = "make serve" if args.pipeline == PIPELINE else f"make serve PIPELINE={args.pipeline}"
         print(f"\nlisten to {args.out}; to go on: {serve}")
@@ -81,8 +82,8 @@ def ask(words: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def served(pipeline: str) -> Iterator[str | None]:
-    """Serve `pipeline` on free ports; gives its gRPC address, or None when it did not start."""
+def served(pipeline: str) -> Iterator[dict[str, str] | None]:
+    """Serve `pipeline` on free ports; gives its addresses by protocol, or None when it did not start."""
     ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics")]
     folder = Path(tempfile.mkdtemp(prefix="tritone-demo-"))
     command = [sys.executable, "-m", "tritone", "serve", pipeline, *ports, "--run-dir", str(folder)]
@@ -92,7 +93,7 @@ def served(pipeline: str) -> Iterator[str | None]:
     listener = threading.Thread(target=_repeat, args=(server.stdout,), daemon=True)
     listener.start()
     try:
-        yield _address(server, folder / "ready.json")
+        yield _addresses(server, folder / "ready.json")
     finally:
         server.send_signal(signal.SIGTERM)
         status = server.wait(STOP_TIMEOUT_S)
@@ -109,27 +110,27 @@ def _repeat(lines: Iterable[str]) -> None:
                 print(line, end="", flush=True)
 
 
-def _address(server: subprocess.Popen[str], ready: Path) -> str | None:
+def _addresses(server: subprocess.Popen[str], ready: Path) -> dict[str, str] | None:
     """Wait until the server is ready; it says itself what it does and why it fails."""
     while not ready.exists():
         if server.poll() is not None:
             return None
         time.sleep(0.1)
-    address: str = json.loads(ready.read_text(encoding="utf-8"))["grpc"]
-    return address
+    facts: dict[str, str] = json.loads(ready.read_text(encoding="utf-8"))
+    return facts
 
 
 class _Ended(KeyboardInterrupt):
     """Somebody ended this process alone; a Ctrl-C reaches the question too."""
 
 
-def _interrupt(*_: object) -> None:
+def interrupt(*_: object) -> None:
     raise _Ended
 
 
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)  # the server must not outlive the demo
+        signal.signal(number, interrupt)  # the server must not outlive the demo
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -33,9 +33,13 @@ INDEX = f"{WEIGHTS}.index.json"
 
 
 def checkpoint_dir(pipeline: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of `pipeline`'s checkpoint: under `$TRITONE_CACHE`, else under `~/.cache/tritone`."""
-    root = environ.get("TRITONE_CACHE") or "~/.cache/tritone"
-    return Path(root).expanduser() / pipeline / FORMAT
+    """The folder of `pipeline`'s checkpoint, below `cache_dir`."""
+    return cache_dir(environ) / pipeline / FORMAT
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """What is built and fetched: `$TRITONE_CACHE`, else `~/.cache/tritone`."""
+    return Path(environ.get("TRITONE_CACHE") or "~/.cache/tritone").expanduser()
 
 
 def require_checkpoint(path: Path, stage: str) -> Path:

@@ -1,4 +1,5 @@
-"""The commands of `tritone` that run a server: serve, reload, render, check, doctor, models, backends.
+"""The commands of `tritone` that run a server: serve, reload, profile, render, check, doctor, models and
+backends.
 
 Each gets `run`, a function of the parsed arguments that returns the exit status: 0, or 1 with one sentence
 on stderr.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import json
 import math
 import sys
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tritone import deploy as deploys
-from tritone import deploy_file, doctor, pbtxt, pipelines, repository
+from tritone import deploy_file, doctor, pbtxt, pipelines, profiling, repository, wire
 from tritone import server as servers
 from tritone.asked import DRAIN_S, Asked, ServeOptions
 from tritone.deploy import Deploy
@@ -84,8 +86,31 @@ def add_commands(commands: Any) -> None:
         description="Finish what a pipeline answers, and load it as its deploy.yaml says now; others go on.",
     )
     parser.add_argument("pipeline", nargs="?", default="", metavar="PIPELINE", help="default: every one")
-    parser.add_argument("--pid", type=int, metavar="N", help="of `tritone serve`, where several run")
+    _add_pid_argument(parser)
     _set_run(parser, _reload)
+
+    parser = commands.add_parser(
+        "profile",
+        help="see where a stage of a running `tritone serve` spends its time",
+        description="Take a profile of a process of a running `tritone serve`, which goes on serving. Its "
+        "deploy.yaml must allow that with `profiling: true`.",
+    )
+    parser.add_argument("pipeline", metavar="PIPELINE")
+    parser.add_argument("stage", metavar="STAGE", help="or `orchestrator`")
+    parser.add_argument("--kind", default="torch", metavar="KIND", help="torch (default) or py-spy")
+    parser.add_argument("--seconds", type=int, default=5, metavar="N", help="how long; default: 5")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="torch: a Chrome trace, .json.gz or .json; py-spy: a flame graph .svg, a speedscope file .json, "
+        "or the stacks of this moment .txt",
+    )
+    parser.add_argument("--instance", type=int, default=0, metavar="N", help="which process; default: 0")
+    parser.add_argument("--door", action="store_true", help="the stub of the stage, not its engine")
+    _add_pid_argument(parser)
+    _set_run(parser, _profile)
 
     parser = commands.add_parser("render", help="write the model repository from deploy files")
     parser.add_argument("target", **target)
@@ -125,6 +150,10 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("targets", nargs="*", **target)
     _add_listen_arguments(parser)
     _set_run(parser, _backends)
+
+
+def _add_pid_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pid", type=int, metavar="N", help="of `tritone serve`, where several run")
 
 
 def _add_listen_arguments(parser: argparse.ArgumentParser) -> None:
@@ -240,6 +269,27 @@ def _reload(args: argparse.Namespace) -> int:
     from tritone.desk import ask_reload
 
     _say(ask_reload(args.pipeline, args.pid))
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from tritone.desk import ask_profile
+
+    order = wire.Profile(
+        pipeline=args.pipeline,
+        stage=args.stage,
+        kind=args.kind,
+        form=profiling.form_of(args.out),
+        seconds=args.seconds,
+        instance=args.instance,
+        door=args.door,
+    )
+    profiling.check(order)
+    with profiling.replacing(args.out) as file:
+        profiled = ask_profile(order, args.pid)
+        packed = order.kind == "torch" and order.form == "json"
+        file.write(gzip.decompress(profiled.data) if packed else profiled.data)
+    _say(f"{args.out}: {profiled.said}")
     return 0
 
 

@@ -139,6 +139,7 @@ class Deploy:
     connector: ConnectorLimits = field(default_factory=ConnectorLimits)
     urls: Urls = field(default_factory=Urls)
     tracing: Tracing = field(default_factory=Tracing)
+    profiling: bool = False  # the user who runs the server may profile its processes, see profiling.py
     mode: str = MODES[0]  # sync: each stage waits for all that the stages before it give; for debugging
     source: Mapping[str, Any] = field(default_factory=dict)  # the effective mapping, for rendering
 
@@ -166,6 +167,11 @@ class Deploy:
         if word is None:
             return (stage,)
         return tuple(s.name for s in self.pipeline.stages if self.stages[s.name].colocate == word)
+
+    def engine_group(self, stage: str) -> str:
+        """Names the engine processes that host a stage, in their sockets."""
+        settings = self.stages[stage]
+        return f"{self.pipeline.name}+{settings.colocate}" if settings.colocate else settings.model
 
     def engine_class(self, stage: str) -> Any:
         """The engine class of a stage; imports its module (never torch, see engines/base.py)."""
@@ -250,6 +256,7 @@ class _Top:
     stall_limit_s: float = Deploy.stall_limit_s
     resumes: int = Deploy.resumes
     metrics: bool = Deploy.metrics
+    profiling: bool = Deploy.profiling
     mode: str = Deploy.mode
 
 

@@ -69,7 +69,7 @@ def serve(options: ServeOptions, say: Callable[[str], None], asked: Asked) -> in
         )
         port = doctor.bind(options.listen.host, options.listen.health)
         stack.callback(HealthServer(port, supervisor.board).close)
-        stack.callback(Desk(supervisor.reload).close)
+        stack.callback(Desk(supervisor.reload, supervisor.profile).close)
         try:
             supervisor.run()
             return 0

@@ -78,9 +78,7 @@ class Instance:
 
 def engine_address(deploy: Deploy, stage: str, device: str, index: int) -> str:
     """The abstract socket of the engine process that hosts instance `index` of a stage on a device."""
-    settings = deploy.stage(stage)
-    group = f"{deploy.pipeline.name}+{settings.colocate}" if settings.colocate else settings.model
-    return f"tritone/{server_name()}/{group}/{device}/{index}"
+    return f"tritone/{server_name()}/{deploy.engine_group(stage)}/{device}/{index}"
 
 
 class StageDoor:

@@ -63,6 +63,13 @@ class Stubs:
             known = {model: self._known.get(model, set()) for model in models}
         return [model for model, stubs in known.items() if not all(stub.lives for stub in stubs)]
 
+    def pids(self, model: str) -> list[int]:
+        """Of the stubs of a model that live, the oldest first."""
+        with self._lock:
+            stubs = self._known.get(model, set())
+        lasting = [stub for stub in stubs if stub.lives]
+        return [stub.pid for stub in sorted(lasting, key=lambda stub: (int(stub.started), stub.pid))]
+
     def kill(self, model: str) -> None:
         """End what is left of a model's stubs, so that the server does not wait for one that hangs."""
         with self._lock:

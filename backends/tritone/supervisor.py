@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from tritone import server_log
+from tritone import server_log, wire
 from tritone.asked import Asked, ServeOptions
 from tritone.deploy import Deploy
-from tritone.errors import ConfigError, NotFound, TritoneError, suggestion
+from tritone.errors import ConfigError, NotFound, TritoneError, Unavailable, suggestion
 from tritone.health import ENDING, SERVING, Board
 from tritone.pipeline_watch import PipelineWatch
+from tritone.profiling import Profiler
 from tritone.running_server import POLL_S, RunningServer, ServerCrashed
 from tritone.server import Listen
 
@@ -30,7 +31,7 @@ FAILURE_WINDOW_S = 600.0
 
 
 class Supervisor:
-    """Runs on the main thread; `reload` may be called on any."""
+    """Runs on the main thread; `reload` and `profile` may be called on any."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Supervisor:
         self._asked = asked
         self._run: RunningServer | None = None
         self._watches: Mapping[str, PipelineWatch] = {}
+        self._profiler = Profiler()
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES + 1)  # time.monotonic()
         self._down_since_s: float | None = None
         self._start_s = 0.0  # how long the last start took
@@ -92,8 +94,8 @@ class Supervisor:
 
         Raises TritoneError when that cannot be, and all is as before.
         """
-        if pipeline and pipeline not in self._pipelines:
-            raise NotFound(f"pipeline '{pipeline}' is not served", suggestion(pipeline, self._pipelines))
+        if pipeline:
+            self._served(pipeline)
         fresh = {deploy.pipeline.name: deploy for deploy in self._reread()}
         if set(fresh) != set(self._pipelines):
             raise ConfigError(f"the files are of {', '.join(fresh)} now", "restart to serve other pipelines")
@@ -105,6 +107,19 @@ class Supervisor:
             done.append(watch.change(fresh[name]).result())
             self._pipelines[name] = fresh[name]
         return "; ".join(done)
+
+    def profile(self, order: wire.Profile) -> wire.Profiled:
+        """Take a profile of a process of the server. Raises TritoneError when it cannot be."""
+        deploy, run = self._served(order.pipeline), self._run
+        if run is None or order.pipeline not in self._watches:
+            raise Unavailable("the server is not ready", "try again when it is")
+        return self._profiler.take(order, deploy, run.pid, run.stubs)
+
+    def _served(self, pipeline: str) -> Deploy:
+        """Raises NotFound for a pipeline that is not."""
+        if pipeline not in self._pipelines:
+            raise NotFound(f"pipeline '{pipeline}' is not served", suggestion(pipeline, self._pipelines))
+        return self._pipelines[pipeline]
 
     # -- one server ------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@
     engine ──Piece──► engine (the next stage)       engine ──Credit──► engine (the stage before)
     engine ──Piece, Finished, Failed──► orchestrator's inbox
     `tritone serve` ──Drain──► orchestrator's inbox    `tritone reload` ──Reload──► `tritone serve`
+    `tritone profile` ──Profile──► `tritone serve` ──TraceTorch──► engine    both ◄──Profiled, Refused──
 
 Sockets are AF_UNIX SOCK_SEQPACKET in the abstract namespace: message borders are the kernel's, nothing is
 left on disk after a kill -9, and a peer of another user is refused. A packet above INLINE_BYTES travels as
@@ -106,6 +107,30 @@ class Reloaded(Message, frozen=True):
     what: str
     cure: str = ""
     code: str = ""  # TritoneError.code; "": it was done
+
+
+class Profile(Message, frozen=True):
+    """To a `tritone serve`: take a profile of a process while it serves; answered Profiled or Refused."""
+
+    pipeline: str
+    stage: str  # or "orchestrator"
+    kind: str  # a key of profiling.FORMS
+    form: str  # of the file: one of these
+    seconds: int
+    instance: int = 0
+    door: bool = False  # the stub of the stage, not its engine
+
+
+class TraceTorch(Message, frozen=True):
+    """To an engine process: record what torch does in it; answered Profiled or Refused."""
+
+    call: int  # echoed in a Refused
+    seconds: float
+
+
+class Profiled(Message, frozen=True):
+    data: bytes  # the file
+    said: str  # what it holds, in a few words
 
 
 class Ping(Message, frozen=True):
@@ -233,6 +258,9 @@ AnyMessage = (
     | Drain
     | Reload
     | Reloaded
+    | Profile
+    | TraceTorch
+    | Profiled
     | Ping
     | Pong
     | Run
@@ -295,6 +323,11 @@ class Channel:
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    @property
+    def peer_pid(self) -> int:
+        """Of the process that listens there, or that connected."""
+        return _peer(self._sock)[0]
+
     def send(self, message: AnyMessage, wait: bool = True) -> None:
         """Raises Disconnected when the peer is gone or does not read for SEND_TIMEOUT_S (0 unless `wait`)."""
         data = encode(message)
@@ -316,6 +349,12 @@ class Channel:
             return False
         finally:
             self._lock.release()
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Until `receive` has something to tell; False when that does not happen in time."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
 
     def wait_writable(self, timeout_s: float) -> bool:
         """Until `try_send` may succeed, or the peer is gone; False when neither happens in time."""
@@ -444,5 +483,11 @@ def _socket() -> socket.socket:
 
 
 def _peer_uid(sock: socket.socket) -> int:
+    return _peer(sock)[1]
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """Process and user on the other side."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return int(pid), int(uid)

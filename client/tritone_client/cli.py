@@ -1,7 +1,7 @@
 """The command `tritone`.
 
     chat  say  bench  ping                            ask a running server; this package alone is enough
-    serve  reload  render  check  doctor  models  backends    run one; they come with the server part
+    serve  reload  profile  render  check  doctor  models  backends    run one; they come with the server part
 
 Exit codes: 0 done, 1 failed (one sentence on stderr), 2 wrong usage, 130 interrupted.
 What --out names is replaced when the answer is complete, or by what came until Ctrl-C; after a failure a file
@@ -38,6 +38,7 @@ _Result = TypeVar("_Result")
 SERVER_COMMANDS = {
     "serve": "start a Triton server with pipelines",
     "reload": "have a running `tritone serve` follow a changed deploy.yaml",
+    "profile": "see where a stage of a running `tritone serve` spends its time",
     "render": "write the model repository from deploy files",
     "check": "check pipelines and deploy files",
     "doctor": "say what this machine lacks to serve",

@@ -25,7 +25,7 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 @pytest.fixture(scope="module")
 def desk(serve, tmp_path_factory):
     """run(command) runs a README line against a running server, in a folder that looks like the checkout."""
-    server = serve("smoltalk", "qwen3_omni")
+    server = serve("smoltalk", "qwen3_omni", overrides=("smoltalk:profiling=true",))
     folder = tmp_path_factory.mktemp("desk")
     lay_out_media(folder)
     for name in ("client", "model_repository"):
@@ -60,8 +60,8 @@ def adapted(command, server, folder):
     match words[0]:
         case ".":
             return "true"  # the tests run inside the environment already
-        case "make" if words[1] == "test":
-            return f"make -C {ROOT} -n test"  # this is `make test`
+        case "make" if words[1] in ("test", "perf"):
+            return f"make -C {ROOT} -n {words[1]}"  # this is `make test`; test_load_tools.py does the other
         case "make" if words[1] == "serve":
             return "tritone serve smoltalk --check --http-port 0 --grpc-port 0 --metrics-port 0"
         case "make":
@@ -72,6 +72,8 @@ def adapted(command, server, folder):
             return f"make -C {ROOT} VENV={venv} {words[1]} {shlex.join(given)} OUT={out}"
         case "tritone" if words[1] == "backends":
             return command
+        case "tritone" if words[1] == "profile":
+            return f"{command} --pid {server.process.pid}"
         case "tritone" if words[1] == "serve":
             folder = qwen3_omni_oracle.checkpoint()
             ports = "--http-port 0 --grpc-port 0 --metrics-port 0"
@@ -99,7 +101,9 @@ def test_a_readme_command_works(desk, command):
     if needs_question and not (desk.folder / "reply.wav").exists():
         desk('tritone say "What is the capital of France?" --out reply.wav')
     output = desk(command)
-    if "--out" in command:
+    if "profile" in command:
+        assert (desk.folder / command.partition("--out ")[2].split()[0]).stat().st_size > 100
+    elif "--out" in command:
         assert_heard(desk.folder / command.partition("--out ")[2].split()[0], command)
     if command.startswith("make demo"):
         assert_heard(desk.folder / "demo.wav", command)

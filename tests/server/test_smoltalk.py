@@ -5,6 +5,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -25,8 +27,8 @@ ENDLESS = {"ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def echo_and_smoltalk(serve, echo_folder):
-    """Two pipelines in one server."""
-    return serve("smoltalk", echo_folder)
+    """Two pipelines in one server; one of them may be profiled."""
+    return serve("smoltalk", echo_folder, overrides=("smoltalk:profiling=true",))
 
 
 @pytest.fixture
@@ -140,6 +142,31 @@ async def test_a_seed_gives_the_same_sampled_answer_again(server):
         first, second = [await whole(client, temperature=0.9, modalities="text") for _ in range(2)]
         other = await whole(client, temperature=0.9, modalities="text", seed=8)
     assert first[0] == second[0] != other[0]
+
+
+async def test_a_stage_that_is_profiled_speaks_on_and_the_same(server, tmp_path):
+    out = tmp_path / "trace.json"
+    profile = [sys.executable, "-m", "tritone", "profile", f"--pid={server.process.pid}", f"--out={out}"]
+    async with server.client("smoltalk") as client:
+        text, samples, _ = await whole(client)
+        taken = await asyncio.create_subprocess_exec(*profile, "smoltalk", "code2wav", "--seconds=3")
+        num_answers = 0
+        while taken.returncode is None:
+            again, samples_again, _ = await whole(client)
+            assert again == text and np.abs(samples_again - samples).max() <= 1e-4
+            num_answers += 1
+    events = json.loads(out.read_text())["traceEvents"]
+    assert taken.returncode == 0 and num_answers >= 1
+    assert sum(event.get("name", "").startswith("aten::addmm") for event in events) > 0
+
+
+async def test_a_pipeline_that_does_not_allow_it_is_not_profiled(server, tmp_path):
+    words = ["profile", "echo", "writer", f"--pid={server.process.pid}", f"--out={tmp_path / 'trace.json'}"]
+    refused = subprocess.run(
+        [sys.executable, "-m", "tritone", *words], capture_output=True, text=True, timeout=60
+    )
+    assert refused.returncode == 1 and "profiling is off for this pipeline; set" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_spoken_question_is_heard(server):

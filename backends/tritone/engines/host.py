@@ -31,6 +31,7 @@ from tritone.connectors.local import LocalConnector
 from tritone.deploy import Deploy
 from tritone.engines.base import BatchEngine, Placement
 from tritone.engines.loops import BatchLoop, Loop, Peers, StageLoop
+from tritone.engines.torch_trace import TorchTrace
 from tritone.errors import ConfigError, InvalidRequest
 from tritone.fault_log import FaultFormatter
 from tritone.tracing import Tracer, open_tracer
@@ -51,10 +52,14 @@ class Host:
         self._channels: set[wire.Channel] = set()
         self._state: wire.AnyMessage = wire.Loading()  # what a door is told when it connects
         self._lock = threading.Lock()
+        self._torch_trace = TorchTrace(allowed=False)
         self.peers = Peers(address, self._peer_lost)
 
     def serve(self) -> None:
         threading.Thread(target=self._accept, daemon=True, name="accept").start()
+
+    def allow_profiling(self, allowed: bool) -> None:
+        self._torch_trace = TorchTrace(allowed)
 
     def become(self, state: wire.AnyMessage, loops: Mapping[str, Loop]) -> None:
         """Tell every door, now and later, that the process is Ready with its loops, or failed to load."""
@@ -135,6 +140,8 @@ class Host:
                     loop.post(partial(loop.cancel, session))
             case wire.Ping(call):
                 answer(wire.Pong(call, {model: loop.stats() for model, loop in self._loops.items()}))
+            case wire.TraceTorch():
+                answer(self._torch_trace.answer(message))  # its connection waits for nothing else
             case wire.Hello():
                 pass
             case _:
@@ -198,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         deploy = deploys.load(arguments.deploy)
         tracers.append(_open_tracer(deploy, stages, arguments.device))
+        host.allow_profiling(deploy.profiling)
         loops = build_loops(deploy, stages, arguments.device, host.peers, tracers[0])
     except (ConfigError, InvalidRequest) as error:
         host.become(wire.LoadFailed(error.what, error.cure), {})

@@ -109,6 +109,7 @@ def test_colocated_stages_share_a_process():
     deploy = deploys.load(SHIPPED, ["stage.talker.colocate=speech", "stage.code2wav.colocate=speech"])
     assert deploy.hosted_with("code2wav") == ("talker", "code2wav")
     assert deploy.hosted_with("ears") == ("ears",)
+    assert deploy.engine_group("code2wav") == deploy.engine_group("talker") != deploy.engine_group("ears")
 
 
 def test_a_pipeline_may_come_from_a_file_beside_the_deploy_file(tmp_path):

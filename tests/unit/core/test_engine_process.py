@@ -18,7 +18,7 @@ import yaml
 from tritone import engine_link, wire
 from tritone.engine_link import EngineLink
 from tritone.engine_process import EngineSpec
-from tritone.errors import ConfigError, EngineLost, InvalidRequest, Unavailable
+from tritone.errors import ConfigError, EngineLost, InvalidRequest, Unavailable, Unsupported
 
 ECHO = Path(__file__).parents[2] / "pipelines" / "echo.py"
 
@@ -135,6 +135,13 @@ def stop(pid):
 
 def sessions(link, model="echo_writer"):
     return link.call(wire.Ping).result(5).stats[model]["sessions"]
+
+
+def test_an_engine_refuses_a_profile_that_its_deploy_file_does_not_allow(make_link):
+    link = make_link()
+    link.wait_ready(20)
+    with pytest.raises(Unsupported, match="profiling is off for this pipeline; set `profiling: true`"):
+        link.call(lambda call: wire.TraceTorch(call, 1.0)).result(5)
 
 
 def test_a_session_gives_its_pieces_in_order_and_one_end(make_link, inbox):

@@ -1,4 +1,4 @@
-"""`tritone reload` finds the one `tritone serve` that is meant, and hears what came of it."""
+"""`tritone reload` and `profile` find the one `tritone serve` that is meant, and hear what came of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tritone import desk
-from tritone.desk import Desk, ask_reload
+from tritone import desk, wire
+from tritone.desk import Desk, ask_profile, ask_reload
 from tritone.errors import ConfigError, NotFound, TritoneError
 
 
@@ -16,6 +16,12 @@ def reload(pipeline: str) -> str:
     if pipeline == "broken":
         raise NotFound("pipeline 'broken' is not served", "known: echo")
     return f"{pipeline or 'every pipeline'} was loaded"
+
+
+def profile(order: wire.Profile) -> wire.Profiled:
+    if order.pipeline == "broken":
+        raise NotFound("pipeline 'broken' is not served", "known: echo")
+    return wire.Profiled(bytes(1 << 20), f"{order.seconds} s of {order.stage}")
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +32,7 @@ def own_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def served() -> Iterator[Desk]:
-    served = Desk(reload)
+    served = Desk(reload, profile)
     yield served
     served.close()
 
@@ -41,6 +47,13 @@ def test_what_is_refused(served: Desk) -> None:
     with pytest.raises(NotFound, match="'broken' is not served; known: echo") as caught:
         ask_reload("broken")
     assert caught.value.cure == "known: echo"
+
+
+def test_a_profile(served: Desk) -> None:
+    order = wire.Profile("echo", "writer", "torch", "json", 3)
+    assert ask_profile(order) == wire.Profiled(bytes(1 << 20), "3 s of writer")
+    with pytest.raises(NotFound, match="'broken' is not served; known: echo"):
+        ask_profile(wire.Profile("broken", "writer", "torch", "json", 3))
 
 
 def test_nothing_runs() -> None:
@@ -60,6 +73,6 @@ def test_several_run(served: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_closed_desk_is_gone() -> None:
-    Desk(reload).close()
+    Desk(reload, profile).close()
     with pytest.raises(ConfigError, match="no `tritone serve`"):
         ask_reload("echo")

@@ -67,6 +67,18 @@ def test_one_of_two_instances_is_enough(prefix: str, start: Start) -> None:
     assert stubs.lost(["echo"]) == [], "what was loaded since counts"
 
 
+def test_who_they_are(prefix: str, start: Start) -> None:
+    stubs = Stubs(prefix)
+    assert stubs.pids("echo") == []
+    started = [start(f"{prefix}a", "echo_0_0"), start(f"{prefix}b", "echo_0_1")]
+    start(f"{prefix}c", "echo_sync_0_0")
+    stubs.learn(["echo", "echo_sync"])
+    assert stubs.pids("echo") == [process.pid for process in started]
+    started[0].kill()
+    started[0].wait()
+    assert stubs.pids("echo") == [started[1].pid]
+
+
 def test_those_of_another_server_are_nothing_to_us(prefix: str, start: Start) -> None:
     stubs = Stubs(prefix)
     stranger = start("tritone_other_a", "echo_0_0")
