@@ -21,9 +21,7 @@ def schema() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Write client/bench/report.schema.json from its dataclasses."
-    )
+    parser = argparse.ArgumentParser(description="Write client/bench/report.schema.json.")
     parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
     if parser.parse_args().check:
         return int(SCHEMA.read_text(encoding="utf-8") != schema())

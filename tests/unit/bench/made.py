@@ -68,11 +68,25 @@ def document(levels, digest: str = "d1", **plan) -> Document:
     return Document(
         schema=SCHEMA,
         environment=Environment(
-            "tritone bench fake", "2026-01-01T00:00:00+00:00", {"python": "3.11.2"}, "Linux x86_64", "a CPU",
-            2, 2**33, 0.5,
+            command="tritone bench fake",
+            date="2026-01-01T00:00:00+00:00",
+            versions={"python": "3.11.2"},
+            system="Linux x86_64",
+            cpu="a CPU",
+            num_cores=2,
+            memory_bytes=2**33,
+            load_average=0.5,
         ),
-        server=ServerFacts("127.0.0.1:8001", "fake", "abc", 1, ("text", "audio"), 16_000, {"max_in_flight": 8}),
+        server=ServerFacts(
+            url="127.0.0.1:8001",
+            pipeline="fake",
+            deploy_digest="abc",
+            contract_version=1,
+            modalities=("text", "audio"),
+            sample_rate_hz=16_000,
+            limits={"max_in_flight": 8},
+        ),
         plan=PlanFacts(**{**facts, **plan}),
         request_set=RequestSetFacts("built-in questions", digest, 16, 24, 0, {"max_tokens": 9}),
         levels=tuple(levels),
-    )  # fmt: skip
+    )
