@@ -33,9 +33,15 @@ UNTOLD = StageReport(None, None, None, None)
 
 
 def report_stages(records: Sequence[RequestRecord]) -> dict[str, StageReport]:
-    """The report of every stage that any answer tells of, in the order of first mention."""
-    names = dict.fromkeys(name for record in records for name in stages_of(record.timings))
-    return {name: _report(name, records) for name in names}
+    """The report of every stage that any answer tells of, in the order in which they were opened."""
+    opened_s: dict[str, list[float]] = {}
+    for record in records:
+        for name, stage in stages_of(record.timings).items():
+            opened_s.setdefault(name, []).append(stage.get("opened_at_s", 0.0))
+    return {
+        name: _report(name, records)
+        for name in sorted(opened_s, key=lambda name: median(opened_s[name]) or 0)
+    }
 
 
 def chain_overhead(records: Sequence[RequestRecord]) -> float | None:

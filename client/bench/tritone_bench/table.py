@@ -15,6 +15,8 @@ from tritone_bench.stages import UNTOLD
 if TYPE_CHECKING:
     from rich.table import Table
 
+BURSTS = 2
+"""Requests of a caller from which on a level is more than all its callers beginning at once."""
 NOTHING = "-"
 TOO_FEW = "*"
 MEASURES = (
@@ -84,6 +86,10 @@ def notes(reports: Sequence[LevelReport]) -> list[str]:
     if any(report.goodput and report.goodput.share is None for report in reports):
         found.append("goodput: no request has what one of the bounds is about")
     for report, title in zip(reports, titles(reports), strict=True):
+        num_callers = report.load.concurrency
+        if num_callers and report.num_requests < BURSTS * num_callers:
+            few = f"{report.num_requests} requests are fewer than {BURSTS} a caller"
+            found.append(f"{title}: {few}: a burst, not a load")
         for code, error in report.errors.items():
             found.append(f"{title}: {error.count} failed with {code}, e.g. {error.example}")
     return found
@@ -114,12 +120,12 @@ def triple(value: Spread | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three places are a millisecond; of small numbers three digits that count."""
+    """Of seconds a place below the millisecond where that is all there is; of larger figures fewer places."""
     if value is None:
         return NOTHING
-    return (
-        f"{value:.2g}" if 0 < abs(value) < 0.0095 else f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
-    )
+    size = abs(value)
+    places = 0 if not size else 4 if size < 0.00995 else 3 if size < 99.95 else 1
+    return f"{value:.{places}f}"
 
 
 def percent(value: float | None) -> str:
@@ -166,6 +172,7 @@ def _playback_rows() -> Iterable[tuple[str, _Cell]]:
 
 
 def _client_rows() -> Iterable[tuple[str, _Cell]]:
+    yield "sent late p99 (s)", lambda report: number(None if report.load.concurrency else report.late_p99_s)
     yield "CPU share of a core", lambda report: percent(report.client.cpu_share)
     yield "event loop late p99 (s)", lambda report: number(report.client.loop_lag_p99_s)
     yield "load average at the start", lambda report: f"{report.client.load_average:.1f}"

@@ -75,5 +75,5 @@ def test_the_table_has_both_sides_and_their_ratio():
     out = io.StringIO()
     a, b = document([level([record(), failed(1)])]), document([level([record(), record(1)])])
     show(compare(a, b, NAMES), NAMES, out)
-    assert "errors 1.000 0.000 0.00" in " ".join(out.getvalue().split())
+    assert "errors 1.000 0 0.00" in " ".join(out.getvalue().split())
     assert "so how far runs lie apart is unknown" in out.getvalue()

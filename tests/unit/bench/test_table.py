@@ -42,6 +42,8 @@ def test_notes_say_what_must_be_known():
     assert any(note.startswith("goodput: ") for note in notes([text_only]))
     smooth = level([record(n, text=tuple(i / 1000 for i in range(120))) for n in range(200)])
     assert notes([smooth]) == []
+    burst = level([record(n) for n in range(7)], Load(concurrency=4))
+    assert notes([burst])[-1] == "concurrency 4: 7 requests are fewer than 2 a caller: a burst, not a load"
 
 
 def test_repeats_are_numbered():
@@ -54,7 +56,7 @@ def test_repeats_are_numbered():
 def test_numbers():
     assert [number(value) for value in (None, 0.0, 0.00123, 0.5, 12.3456, 123.456)] == [
         "-",
-        "0.000",
+        "0",
         "0.0012",
         "0.500",
         "12.346",
