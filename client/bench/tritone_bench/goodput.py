@@ -4,7 +4,8 @@
 
 A request is good if it was answered and meets every bound. A bound on text or sound applies to the requests
 that asked for it: one that asked for sound and got none is not good, one that asked for text alone is not
-judged by its sound. A bound that applied to no request at all has judged nothing, and there is no goodput.
+judged by its sound. What an answer is too short to have, as a gap with one chunk, it meets. A bound that
+applied to no request at all has judged nothing, and there is no goodput.
 """
 
 from __future__ import annotations

@@ -33,15 +33,22 @@ UNTOLD = StageReport(None, None, None, None)
 
 
 def report_stages(records: Sequence[RequestRecord]) -> dict[str, StageReport]:
-    """The report of every stage that any answer tells of, in the order in which they were opened."""
-    opened_s: dict[str, list[float]] = {}
+    """The report of every stage that any answer tells of, in the order of their first outputs."""
+    begun_s: dict[str, list[float | None]] = {}
     for record in records:
         for name, stage in stages_of(record.timings).items():
-            opened_s.setdefault(name, []).append(stage.get("opened_at_s", 0.0))
-    return {
-        name: _report(name, records)
-        for name in sorted(opened_s, key=lambda name: median(opened_s[name]) or 0)
-    }
+            begun_s.setdefault(name, []).append(first_moment(stage))
+    names = sorted(begun_s, key=lambda name: median(begun_s[name]) or 0.0)
+    return {name: _report(name, records) for name in names}
+
+
+def first_moment(stage: Mapping[str, Any]) -> float | None:
+    """When a stage first gave something, which orders stages as a request passes them; None if it is not told.
+
+    Not when it was opened: those that wait for others are opened before them.
+    """
+    moment: float | None = stage.get("first_output_at_s", stage.get("opened_at_s"))
+    return moment
 
 
 def chain_overhead(records: Sequence[RequestRecord]) -> float | None:

@@ -96,3 +96,14 @@ def test_stages_with_moments_report_the_same():
     assert report.stages["writer"] == StageReport(0.49, 0.05, 0.3, 0.3)
     assert report.stages["wave"] == StageReport(0.4, None, 0.2, 0.2)
     assert report.chain_overhead_p50_s is None
+
+
+def test_stages_stand_in_the_order_of_their_first_outputs():
+    stages = {
+        "talker": {"opened_at_s": 0.01, "first_output_at_s": 0.3},
+        "wave": {"opened_at_s": 0.4},
+        "thinker": {"opened_at_s": 0.02, "first_output_at_s": 0.1},
+    }
+    assert list(level([record(timings={"stages": stages})]).stages) == ["thinker", "talker", "wave"]
+    untold = {"b": {"total_s": 1.0}, "a": {"total_s": 2.0}}
+    assert list(level([record(timings={"stages": untold})]).stages) == ["b", "a"]

@@ -75,13 +75,13 @@ def test_lines_differ_in_more_than_colour(drawings):
 
 def test_the_timeline_shades_what_is_silent(drawings):
     typical, worst = drawings["timeline"].figure.axes
-    assert "worst stream (request 1): 0.40 s of silence in 1 underruns" in worst.get_title()
+    assert "worst stream (request 1): 0.40 s of silence in 1 underrun" in worst.get_title()
     spans = [(patch.get_x(), patch.get_width()) for patch in worst.patches if patch.get_width()]
     assert spans == [(pytest.approx(0.5), pytest.approx(0.4))]
     assert "typical stream (request 2): 0.00 s of silence" in typical.get_title()
 
 
-def test_the_gantt_has_a_row_a_stage_in_order_of_opening(drawings):
+def test_the_gantt_has_a_row_a_stage_in_the_order_of_first_outputs(drawings):
     first = drawings["gantt"].figure.axes[0]
     assert [label.get_text() for label in first.get_yticklabels()] == ["writer", "wave"]
 

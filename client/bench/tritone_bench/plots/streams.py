@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from tritone_bench.level import LevelReport, Stream
 from tritone_bench.playback import heard_at, play
 from tritone_bench.plots.style import BLACK, BLUE, GREEN, ORANGE, SKY, VERMILION, legend_above, panels
-from tritone_bench.stages import stages_of
+from tritone_bench.stages import first_moment, stages_of
 
 TIMELINE_CAPTION = (
     "Seconds of sound that had arrived, and that a listener who starts with the first chunk had heard. "
@@ -42,7 +42,8 @@ def timeline(reports: Sequence[LevelReport]) -> Figure | None:
     for panel, (kind, stream) in zip(axes, shown.items(), strict=True):
         _draw_stream(panel, stream)
         playback = play(stream.audio)
-        silence = f"{playback.underrun_s:.2f} s of silence in {len(playback.underruns)} underruns"
+        count = len(playback.underruns)
+        silence = f"{playback.underrun_s:.2f} s of silence in {count} underrun{'' if count == 1 else 's'}"
         told = silence if playback.can_underrun else "all in one chunk"
         panel.set_title(f"{report.load}, {kind} stream (request {stream.number}): {told}")
     _draw_silence(axes[0], 0.0, 0.0, label="silence heard")
@@ -157,9 +158,9 @@ def _draw_stages(panel: Axes, stream: Stream) -> None:
 
 
 def _placed(stream: Stream) -> Mapping[str, Mapping[str, Any]]:
-    """The stages that say when they were opened, in that order."""
+    """The stages that say when they were opened, in the order of their first outputs."""
     stages = {name: stage for name, stage in stages_of(stream.timings).items() if "opened_at_s" in stage}
-    return dict(sorted(stages.items(), key=lambda item: item[1]["opened_at_s"]))
+    return dict(sorted(stages.items(), key=lambda item: first_moment(item[1]) or 0.0))
 
 
 def _end_s(stage: Mapping[str, Any], stream: Stream) -> float:
