@@ -43,7 +43,7 @@ def report_stages(records: Sequence[RequestRecord]) -> dict[str, StageReport]:
 
 
 def first_moment(stage: Mapping[str, Any]) -> float | None:
-    """When a stage first gave something, which orders stages as a request passes them; None if it is not told.
+    """When a stage first gave something, which orders stages as a request passes them; None if untold.
 
     Not when it was opened: those that wait for others are opened before them.
     """
