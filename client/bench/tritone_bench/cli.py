@@ -226,16 +226,18 @@ def _complain_of_failures(reports: Sequence[LevelReport]) -> None:
 
 
 def _check_targets(args: argparse.Namespace) -> None:
-    """Raise InvalidRequest before the run for a file that could not be written after it."""
-    for path in (args.json, args.report, args.plots):
-        if path is not None:
-            folder = path.parent
-            if not folder.is_dir():
-                raise InvalidRequest(
-                    f"{path}: there is no folder {str(folder)!r} to write it into; make it first"
-                )
-            if not os.access(folder, os.W_OK) or (path.is_dir() and path != args.plots):
-                raise InvalidRequest(f"{path} cannot be written; give another name")
+    """Raise InvalidRequest before the run for what could not be written after it."""
+    for path in (args.json, args.report):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise InvalidRequest(
+                f"{path}: there is no folder {str(path.parent)!r} to write it into; make it first"
+            )
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise InvalidRequest(f"{path} cannot be written; give another name")
+    if args.plots is not None and args.plots.exists() and not args.plots.is_dir():
+        raise InvalidRequest(f"{args.plots} is a file; give a folder for the pictures")
 
 
 def _plan_facts(plan: BenchPlan, options: RequestOptions) -> document.PlanFacts:

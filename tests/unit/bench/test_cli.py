@@ -150,6 +150,7 @@ def test_without_matplotlib_it_measures_and_says_what_to_install(triton, tmp_pat
         (["--compare", "/no/such.json", "/no/such.json"], "/no/such.json: No such file"),
         (["--json", "/no/such/run.json"], "there is no folder '/no/such' to write it into; make it first"),
         (["--report", "/tmp"], "/tmp cannot be written; give another name"),
+        (["--plots", __file__], "is a file; give a folder for the pictures"),
     ],
 )
 def test_errors_are_one_sentence(triton, arguments, sentence, capsys):
