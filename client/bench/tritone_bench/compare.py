@@ -19,7 +19,7 @@ from typing import TextIO
 from tritone_bench.document import Document
 from tritone_bench.level import LevelReport
 from tritone_bench.percentiles import PERCENTS, median
-from tritone_bench.table import MEASURES, NOTHING, number
+from tritone_bench.table import MEASURES, NOTHING, TOO_FEW, number
 from tritone_client.errors import InvalidRequest
 
 
@@ -30,6 +30,7 @@ class Ratio:
     name: str
     a: tuple[float, ...]
     b: tuple[float, ...]
+    has_too_few: bool = False  # samples for this percentile, in one of them
 
     @property
     def ratio(self) -> float | None:
@@ -116,8 +117,11 @@ def show(comparison: Comparison, names: tuple[Path, Path], out: TextIO | None = 
         for ratio in level.ratios:
             verdict = "within the spread" if ratio.is_within_spread else ""
             shown = NOTHING if ratio.ratio is None else f"{ratio.ratio:.2f}"
-            table.add_row(ratio.name, _range(ratio.a), _range(ratio.b), shown, verdict)
+            name = f"{ratio.name}{TOO_FEW}" if ratio.has_too_few else ratio.name
+            table.add_row(name, _range(ratio.a), _range(ratio.b), shown, verdict)
         console.print(table)
+    if any(ratio.has_too_few for level in comparison.levels for ratio in level.ratios):
+        print(f"{TOO_FEW} fewer samples than the percentile needs, in one of them or both", file=out)
     if comparison.unmatched:
         print(f"in one of the two alone: {', '.join(comparison.unmatched)}", file=out)
     if all(ratio.is_within_spread is None for level in comparison.levels for ratio in level.ratios):
@@ -125,17 +129,24 @@ def show(comparison: Comparison, names: tuple[Path, Path], out: TextIO | None = 
 
 
 def _ratios(a: Sequence[LevelReport], b: Sequence[LevelReport]) -> tuple[Ratio, ...]:
-    rows = [
-        *((name, [_figures(report)[name] for report in a], [_figures(report)[name] for report in b])
-          for name in _figures(a[0]))
-    ]  # fmt: skip
     ratios = []
-    for name, of_a, of_b in rows:
-        seen_a = tuple(value for value in of_a if value is not None)
-        seen_b = tuple(value for value in of_b if value is not None)
-        if seen_a and seen_b:
-            ratios.append(Ratio(name, seen_a, seen_b))
+    for name in _figures(a[0]):
+        of_a, of_b = _seen(a, name), _seen(b, name)
+        if of_a and of_b:
+            few = any(name in _too_few(report) for report in (*a, *b))
+            ratios.append(Ratio(name, of_a, of_b, few))
     return tuple(ratios)
+
+
+def _seen(reports: Sequence[LevelReport], name: str) -> tuple[float, ...]:
+    values = (_figures(report)[name] for report in reports)
+    return tuple(value for value in values if value is not None)
+
+
+def _too_few(report: LevelReport) -> set[str]:
+    """Names of the percentiles that rest on too few samples."""
+    spreads = [(name, report.measure(modality, measure)) for modality, measure, name in MEASURES]
+    return {f"{name} p{percent}" for name, one in spreads if one is not None for percent in one.too_few}
 
 
 def _figures(report: LevelReport) -> dict[str, float | None]:

@@ -39,6 +39,17 @@ def test_without_repeats_the_spread_is_unknown():
     assert ratio_of(compare(sweep([1.0]), sweep([1.1, 1.2]), NAMES), "E2EL (s) p50").is_within_spread is None
 
 
+def test_percentiles_of_too_few_samples_are_marked():
+    many = document([level([record(n, 1.0) for n in range(100)])])
+    few = document([level([record(n, 1.0) for n in range(24)])])
+    marks = {
+        ratio.name: ratio.has_too_few
+        for ratio in compare(many, few, NAMES).levels[0].ratios
+        if "E2EL" in ratio.name
+    }
+    assert marks["E2EL (s) p99"] and not marks["E2EL (s) p90"]
+
+
 def test_a_ratio_to_nothing_is_none():
     assert Ratio("errors", (0.0,), (3.0,)).ratio is None
     assert Ratio("errors", (2.0,), (0.0,)).ratio == 0.0
@@ -69,7 +80,7 @@ def test_the_table_has_both_sides_and_their_ratio():
     lines = out.getvalue().splitlines()
     assert lines[0] == "A is A.json, B is B.json"
     row = next(line for line in lines if line.startswith("E2EL (s) p50"))
-    assert " ".join(row.split()) == "E2EL (s) p50 1.000 (1.000 – 1.200) 1.500 (1.500 – 1.700) 1.50"
+    assert " ".join(row.split()) == "E2EL (s) p50* 1.000 (1.000 – 1.200) 1.500 (1.500 – 1.700) 1.50"
     same = next(line for line in lines if line.startswith("audio seconds/s"))
     assert same.rstrip().endswith("within the spread")
     out = io.StringIO()
