@@ -41,11 +41,7 @@ def timeline(reports: Sequence[LevelReport]) -> Figure | None:
     figure, axes = panels(len(shown), 1, 7.6, 0.6 + 2.9 * len(shown))
     for panel, (kind, stream) in zip(axes, shown.items(), strict=True):
         _draw_stream(panel, stream)
-        playback = play(stream.audio)
-        count = len(playback.underruns)
-        silence = f"{playback.underrun_s:.2f} s of silence in {count} underrun{'' if count == 1 else 's'}"
-        told = silence if playback.can_underrun else "all in one chunk"
-        panel.set_title(f"{report.load}, {kind} stream (request {stream.number}): {told}")
+        panel.set_title(f"{report.load}, {kind} stream (request {stream.number}): {_told(stream)}")
     _draw_silence(axes[0], 0.0, 0.0, label="silence heard")
     legend_above(figure, axes[0], num_columns=5)
     return figure
@@ -67,6 +63,17 @@ def gantt(reports: Sequence[LevelReport]) -> Figure | None:
         panel.set_title(f"{report.load}, request {stream.number}")
     legend_above(figure, axes[0], num_columns=6)
     return figure
+
+
+def _told(stream: Stream) -> str:
+    """How the playback went, in a few words."""
+    playback = play(stream.audio)
+    count = len(playback.underruns)
+    if not playback.can_underrun:
+        return "all in one chunk"
+    if not count:
+        return "no underrun"
+    return f"{playback.underrun_s:.2f} s of silence in {count} underrun{'' if count == 1 else 's'}"
 
 
 def _draw_stream(panel: Axes, stream: Stream) -> None:
