@@ -47,12 +47,9 @@ class RunProgress:
 
     def level_begins(self, load: Load, repeat: int) -> None:
         self._num_errors = 0
-        self._progress.reset(
-            self._task,
-            description=f"{load}{_turn(repeat, self._plan)}",
-            total=self._plan.requests.num_requests,
-            note="",
-        )
+        self._progress.remove_task(self._task)
+        title, total = f"{load}{_turn(repeat, self._plan)}", self._plan.requests.num_requests
+        self._task = self._progress.add_task(title, total=total, note="")
 
     def request_ends(self, record: RequestRecord) -> None:
         self._num_errors += record.failure is not None
