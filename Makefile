@@ -82,5 +82,5 @@ $(SERVE_READY): pyproject.toml requirements.lock | $(BIN)/python
 	@touch $@
 
 $(TEST_READY): pyproject.toml requirements.lock | $(SERVE_READY)
-	$(INSTALL) -e '.[server,smoltalk,qwen3-omni,client,test,dev]'
+	$(INSTALL) -e '.[server,smoltalk,qwen3-omni,client,bench,test,dev]'
 	@touch $@

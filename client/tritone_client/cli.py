@@ -13,21 +13,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import difflib
-import json
 import os
 import re
 import signal
 import sys
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tritone_client import bench
-from tritone_client.bench_stages import stage_table
+from tritone_bench import cli as bench
+from tritone_bench.bench import BenchPlan
 from tritone_client.client import DEFAULT_PIPELINE, DEFAULT_URL, AsyncTritoneClient
-from tritone_client.display import ProgressLine, choose_display
+from tritone_client.display import choose_display
 from tritone_client.errors import InvalidRequest, ServerFault, TritoneError
 from tritone_client.events import AudioChunk, Done, Event
 from tritone_client.request import RequestOptions
@@ -106,7 +104,7 @@ def _run(arguments: list[str]) -> int:
             )
     else:
         parser.error(_unknown_command(command, [*commands.choices, *SERVER_COMMANDS]))
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2
@@ -156,6 +154,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     chat.add_argument(
         "--out", type=_wav_path, metavar="FILE.wav", help="the spoken answer; replaces a file that is there"
     )
+    chat.add_argument("--json", action="store_true", help="print JSON lines")
     _add_request_arguments(chat)
     _add_chunk_arguments(chat)
     _add_server_arguments(chat)
@@ -171,6 +170,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
         required=True,
         help="the speech; replaces a file that is there",
     )
+    say.add_argument("--json", action="store_true", help="print JSON lines")
     _add_request_arguments(say)
     _add_chunk_arguments(say)
     _add_server_arguments(say)
@@ -179,13 +179,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
 
     load = commands.add_parser("bench", help="measure latency and throughput under load")
     load.add_argument("pipeline", nargs="?", default=DEFAULT_PIPELINE, help=f"default: {DEFAULT_PIPELINE}")
-    load.add_argument(
-        "--concurrency", type=_positive_list, default=(1, 8), metavar="LIST", help="levels; default: 1,8"
-    )
-    load.add_argument("--requests", type=_positive, default=32, metavar="N", help="per level; default: 32")
-    load.add_argument("--prompts", type=Path, metavar="FILE", help="one per line; default: a built-in list")
-    load.add_argument("--warmup", type=int, default=1, metavar="N", help="unmeasured requests; default: 1")
-    load.add_argument("--modalities", metavar="LIST", help="default: all there are")
+    bench.add_arguments(load)
     _add_request_arguments(load)
     _add_chunk_arguments(load)
     _add_url_arguments(load)
@@ -204,7 +198,6 @@ def _add_request_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     parser.add_argument("--deadline-s", type=float, metavar="S", help="give up after so many seconds")
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
 
 
 def _add_chunk_arguments(parser: argparse.ArgumentParser) -> None:
@@ -338,51 +331,15 @@ async def _converse(
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if not bench.needs_server(args):
+        return bench.show_saved(args)
     options = _request_options(args)
-    options["modalities"] = args.modalities
-    plan = bench.BenchPlan(
-        concurrencies=args.concurrency,
-        num_requests=args.requests,
-        prompts=bench.PROMPTS if args.prompts is None else _read_prompts(args.prompts),
-        first_seed=options.pop("seed", None) or 0,
-        num_warmup_requests=args.warmup,
-        options=options,
-    )
-    return _await(_run_bench(args, plan))
+    return _await(_run_bench(args, bench.plan_of(args, options), options))
 
 
-async def _run_bench(args: argparse.Namespace, plan: bench.BenchPlan) -> int:
-    reports = []
+async def _run_bench(args: argparse.Namespace, plan: BenchPlan, options: RequestOptions) -> int:
     async with _client(args) as client:
-        with ProgressLine(sys.stderr) as progress:
-            async for report in bench.run_bench(client, plan, progress.show):
-                progress.clear()
-                reports.append(report)
-                if args.json:
-                    print(json.dumps({"event": "level", **report.as_dict()}), flush=True)
-                else:
-                    print(f"concurrency {report.concurrency}: done in {report.wall_s:.1f} s", file=sys.stderr)
-    num_errors = sum(report.num_errors for report in reports)
-    if args.json:
-        summary = {
-            "event": "summary",
-            "pipeline": args.pipeline,
-            "url": args.url,
-            "num_requests": sum(report.num_requests for report in reports),
-            "num_errors": num_errors,
-        }
-        print(json.dumps(summary), flush=True)
-    else:
-        print(bench.table(reports))
-        if by_stage := stage_table(reports):
-            print(f"\n{by_stage}")
-    if not num_errors:
-        return 0
-    errors: Counter[str] = Counter()
-    for report in reports:
-        errors.update(report.errors)
-    [(message, count)] = errors.most_common(1)
-    return _fail(f"{num_errors} requests failed, {count} of them with {message}")
+        return await bench.measure(args, client, plan, options)
 
 
 def _ping(args: argparse.Namespace) -> int:
@@ -418,17 +375,6 @@ def _request_options(args: argparse.Namespace) -> RequestOptions:
     }
 
 
-def _read_prompts(path: Path) -> tuple[str, ...]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise InvalidRequest(f"{path} is not UTF-8 text; write one prompt per line") from None
-    prompts = tuple(line.strip() for line in lines if line.strip())
-    if not prompts:
-        raise InvalidRequest(f"{path} holds no prompts; write one per line")
-    return prompts
-
-
 def _wav_path(text: str) -> Path:
     try:
         return checked_wav_path(text)
@@ -440,7 +386,3 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
-
-
-def _positive_list(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part.strip()) for part in text.split(","))

@@ -91,28 +91,6 @@ class JsonDisplay(Display):
         print(json.dumps(line, ensure_ascii=False), file=self._out, flush=True)
 
 
-class ProgressLine(AbstractContextManager["ProgressLine"]):
-    """One line on a terminal that is written over again and again; silent where `out` is no terminal."""
-
-    def __init__(self, out: TextIO):
-        self._out = out
-        self._width = 0  # of what stands there now
-
-    def show(self, text: str) -> None:
-        if self._out.isatty():
-            print(f"\r{text:<{self._width}}", end="", file=self._out, flush=True)
-            self._width = len(text)
-
-    def clear(self) -> None:
-        """Make room for other output."""
-        if self._width:
-            print(f"\r{'':{self._width}}\r", end="", file=self._out, flush=True)
-            self._width = 0
-
-    def __exit__(self, *_: Any) -> None:
-        self.clear()
-
-
 class TerminalDisplay(Display):
     """Text as it streams, and below it a live line with the audio seconds."""
 

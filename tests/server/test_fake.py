@@ -44,13 +44,6 @@ def test_chat_speaks_what_decode_reads(server, tmp_path):
     assert rate_hz == SAMPLE_RATE_HZ and decode(samples).faults(voice_of(5), num_frames=8) == {}
 
 
-def test_bench_asks_its_own_questions(server):
-    done = tritone("bench", "fake", "--url", server.grpc_url, "--concurrency=4", "--requests=8", "--json")
-    assert done.returncode == 0, done.stderr
-    level, summary = map(json.loads, done.stdout.splitlines())
-    assert summary["num_errors"] == 0 and set(level["stages"]) == {"writer", "singer", "wave"}
-
-
 @pytest.mark.parametrize("audio_format", ["f32", "s16_base64", "wav"])
 async def test_every_lossless_format_keeps_every_frame(server, audio_format):
     async with server.client("fake") as client:

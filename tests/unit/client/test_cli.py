@@ -266,53 +266,6 @@ def test_ping_fails_in_one_line(triton, capsys):
     assert "within 0.2 s" in late and "tritone serve smoltalk" in unreachable
 
 
-def test_bench_prints_a_table(triton, tmp_path, capsys):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("one\n\ntwo\n", encoding="utf-8")
-    options = ["--concurrency", "1,2", "--requests", "4", "--prompts", str(prompts), "--warmup", "0"]
-    assert main(["bench", "smoltalk", *options, "--url", triton.url]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["concurrency", "1", "2"]
-    assert any(line.startswith("RTF p50 / max") for line in lines)
-    assert lines[lines.index("") + 1].split() == ["concurrency", "1", "2"]
-    assert ["thinker:", "busy", "p50", "(s)", "0.100", "0.100"] in [line.split() for line in lines]
-    assert [request.text("text_input") for request in triton.requests[:4]] == ["one", "two", "one", "two"]
-
-
-def test_bench_says_when_a_level_is_done(triton, capsys):
-    options = ["--concurrency", "1,2", "--requests", "4", "--warmup", "0"]
-    assert main(["bench", *options, "--url", triton.url]) == 0
-    one, two = capsys.readouterr().err.splitlines()
-    assert one.startswith("concurrency 1: done in ") and two.startswith("concurrency 2: done in ")
-
-
-def test_bench_on_a_terminal_shows_how_far_it_is(triton):
-    ours, terminal = pty.openpty()
-    options = ["--concurrency", "1,2", "--requests", "3", "--url", triton.url]
-    child = subprocess.Popen(
-        [*CHILD, "bench", *options], env=CHILD_ENV, stdout=subprocess.PIPE, stderr=terminal
-    )
-    os.close(terminal)
-    shown = read_terminal(ours)
-    table, _ = child.communicate(timeout=10)
-    assert child.returncode == 0
-    steps = [step.strip() for step in shown.replace("\n", "\r").split("\r") if step.strip()]
-    counts = {n: [f"concurrency {n}: {k}/3" for k in range(4)] for n in (1, 2)}
-    assert [step for step in steps if "done" not in step] == ["warm-up: 0/1", *counts[1], *counts[2]]
-    assert table.startswith(b"concurrency")
-
-
-def test_bench_json_and_errors(triton, capsys):
-    triton.script = [Fail(grpc.StatusCode.UNAVAILABLE, "TRITONE_UNAVAILABLE: busy; try later")]
-    options = ["--concurrency", "2", "--requests", "4", "--warmup", "0", "--json"]
-    assert main(["bench", *options, "--url", triton.url]) == 1
-    printed = capsys.readouterr()
-    level, summary = json_lines(printed.out)
-    assert level["event"] == "level" and level["concurrency"] == 2 and level["num_errors"] == 4
-    assert summary["event"] == "summary" and summary["num_errors"] == 4
-    assert printed.err == "tritone: 4 requests failed, 4 of them with UNAVAILABLE: busy; try later\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -386,13 +339,6 @@ def test_a_wrong_command_lists_all_and_the_closest(monkeypatch, capsys, command,
     error = capsys.readouterr().err
     assert guess in error and ("did you mean" in error) == bool(guess)
     assert f"{', '.join(['chat', 'say', 'bench', 'ping', *SERVER_COMMANDS])}." in error
-
-
-def test_prompts_must_be_text(tmp_path, capsys):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_bytes(b"caf\xe9\n")
-    assert main(["bench", "--prompts", str(prompts)]) == 1
-    assert f"{prompts} is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_no_command_prints_help(monkeypatch, capsys):

@@ -5,7 +5,7 @@ import re
 import time
 
 from tritone_client import AudioChunk, TextDelta
-from tritone_client.display import ProgressLine, TerminalDisplay
+from tritone_client.display import TerminalDisplay
 
 STEPS = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|(.)", re.DOTALL)
 
@@ -64,19 +64,3 @@ def test_a_line_that_is_full_never_stands_there_twice(monkeypatch):
     ]
     shown = ["The first line." in rows for rows in screen.seen]
     assert shown == sorted(shown)  # nor does it vanish in between
-
-
-def test_a_progress_line_is_written_over_and_leaves_nothing():
-    screen = Screen()
-    with ProgressLine(screen) as progress:
-        progress.show("level 10")
-        progress.show("level 9")
-    assert [rows for rows in screen.seen if rows != [""]] == [["level 10"], ["level 9"]]
-    assert screen.seen[-1] == [""]
-
-
-def test_a_progress_line_is_silent_without_a_terminal():
-    out = io.StringIO()
-    with ProgressLine(out) as progress:
-        progress.show("level 10")
-    assert out.getvalue() == ""
