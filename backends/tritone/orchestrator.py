@@ -265,6 +265,8 @@ class Orchestrator:
                             self._take(session, message, feeds)
                         case wire.Finished():
                             self._note_end(session, message)
+                        case wire.Delivered(source=source):
+                            session.undelivered.discard(self._stage_names[source])
         except BaseExceptionGroup as group_error:
             raise _first(group_error) from None
 
@@ -286,9 +288,8 @@ class Orchestrator:
             if isinstance(message, wire.Failed):
                 session.trace.fail_stage(self._stage_names[message.source], message.code)
                 raise from_code(message.code, message.what, message.cure)
-            if isinstance(message, wire.Finished):
-                waiting.discard(self._stage_names[message.source])
             yield message
+            waiting = {name for name in waiting if session.is_on(name)}
 
     async def _check_stages(self, names: set[str]) -> None:
         """Nothing came for long: that is a queue, or a stage that is not well. Raises for the latter."""
@@ -325,6 +326,8 @@ class Orchestrator:
     def _note_end(self, session: Session, end: wire.Finished) -> None:
         name = self._stage_names[end.source]
         session.finished[name] = end.reason
+        if not end.is_delivered:
+            session.undelivered.add(name)
         session.usage[name] = dict(end.usage)
         session.timeline.note_end(name, end)
         session.trace.end_stage(name, session.timeline.stages[name])
@@ -364,7 +367,7 @@ class Orchestrator:
         """Free everything the session holds, in every stage; the only way a session ends."""
         del self._sessions[session.id]
         for name, address in session.endpoints.items():
-            if name not in session.finished:
+            if session.is_on(name):
                 self._inbox.tell(address, wire.Cancel(session.id))
         for name, call in session.chunk_calls.items():
             self._in_background(self._end_sequence(session.id, session.sequence, name, call))
@@ -428,7 +431,7 @@ class Orchestrator:
         self._lost_s[address] = self._loop.time()
         for session in self._sessions.values():
             for name, endpoint in session.endpoints.items():
-                if endpoint == address and name not in session.finished:
+                if endpoint == address and session.is_on(name):
                     error = self._engine_died(name)
                     lost = wire.Failed(session.id, self._models[name], error.code, error.what, error.cure)
                     session.mail.put_nowait(lost)

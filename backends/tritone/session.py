@@ -35,6 +35,7 @@ class Session:
     # By Triton-batched stage whose sequence has begun and not ended: the last call to it.
     chunk_calls: dict[str, asyncio.Task[tuple[dict[str, Any], Array | None]]] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)  # by stage: reason
+    undelivered: set[str] = field(default_factory=set)  # finished stages whose output is not taken yet
     pieces_seen: dict[str, int] = field(default_factory=dict)  # by stage
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage: its counts
     writer: str | None = None  # the stage that writes the text, whether or not that was asked for
@@ -42,11 +43,15 @@ class Session:
     num_frames: int = 0  # codec frames that the stages have made for it
     resumed: int = 0  # times that it began again
 
+    def is_on(self, stage: str) -> bool:
+        """Whether the engine of an open stage still has something of it that the answer needs."""
+        return stage not in self.finished or stage in self.undelivered
+
     def begin_again(self, id_: str, sequence: int) -> None:
         """Forget what the stages were asked and said; what the client has received stays received."""
         self.id, self.sequence = id_, sequence
         self.mail = asyncio.Queue()
-        for record in (self.endpoints, self.chunk_calls, self.finished, self.pieces_seen):
+        for record in (self.endpoints, self.chunk_calls, self.finished, self.undelivered, self.pieces_seen):
             record.clear()
         self.usage.clear()
         self.num_frames = 0

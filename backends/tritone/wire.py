@@ -2,7 +2,7 @@
 
     door ──Open, Run, Cancel, Ping──► engine        engine ──Opened, Ran, Pong, Refused──► door
     engine ──Piece──► engine (the next stage)       engine ──Credit──► engine (the stage before)
-    engine ──Piece, Finished, Failed──► orchestrator's inbox
+    engine ──Piece, Finished, Delivered, Failed──► orchestrator's inbox
     `tritone serve` ──Drain──► orchestrator's inbox    `tritone reload` ──Reload──► `tritone serve`
     `tritone profile` ──Profile──► `tritone serve` ──TraceTorch──► engine    both ◄──Profiled, Refused──
 
@@ -237,6 +237,14 @@ class Finished(Message, frozen=True):
     usage: dict[str, Any]
     times: StageTimes
     busy: Any = ()  # float64 [n, 2]: when the stage computed while it had the session, time.monotonic()
+    is_delivered: bool = True  # the stages after it have taken all of it; else Delivered or Failed follows
+
+
+class Delivered(Message, frozen=True):
+    """The stages after a stage have taken all that it gave to a session, which had Finished there."""
+
+    session: str
+    source: str
 
 
 class Failed(Message, frozen=True):
@@ -271,6 +279,7 @@ AnyMessage = (
     | Piece
     | Credit
     | Finished
+    | Delivered
     | Failed
 )
 

@@ -107,11 +107,21 @@ class Connector(ABC):
     budget: Budget
 
     @abstractmethod
-    def attach(self, arrived: Callable[[str], None], consumer_lost: Callable[[str], None]) -> None:
-        """Once, before anything else; both are called from any thread.
+    def attach(
+        self,
+        arrived: Callable[[str], None],
+        consumer_lost: Callable[[str], None],
+        delivered: Callable[[str], None],
+    ) -> None:
+        """Once, before anything else; all are called from any thread.
 
         arrived: `get` has news of this session. consumer_lost: the process at this address went away.
+        delivered: every chunk that was put of this session has been taken.
         """
+
+    @abstractmethod
+    def is_delivered(self, session: str) -> bool:
+        """Whether every chunk that was put of a session has been taken, or nobody wants it any more."""
 
     @abstractmethod
     def put(self, address: str, key: Key, values: Values, last: bool) -> None:

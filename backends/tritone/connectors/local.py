@@ -105,9 +105,22 @@ class LocalConnector(Connector):
         self._is_closed = False
         self._arrived: Callable[[str], None] = _tell_nobody
         self._consumer_lost: Callable[[str], None] = _tell_nobody
+        self._delivered: Callable[[str], None] = _tell_nobody
 
-    def attach(self, arrived: Callable[[str], None], consumer_lost: Callable[[str], None]) -> None:
-        self._arrived, self._consumer_lost = arrived, consumer_lost
+    def attach(
+        self,
+        arrived: Callable[[str], None],
+        consumer_lost: Callable[[str], None],
+        delivered: Callable[[str], None],
+    ) -> None:
+        self._arrived, self._consumer_lost, self._delivered = arrived, consumer_lost, delivered
+
+    def is_delivered(self, session: str) -> bool:
+        with self._lock:
+            return self._has_gone(session)
+
+    def _has_gone(self, session: str) -> bool:
+        return not any(name == session for name, _ in self._outlets)
 
     # -- what the stage gives --------------------------------------------------------------------------------
 
@@ -173,8 +186,12 @@ class LocalConnector(Connector):
             outlet, lane = self._outlets[stream]
             outlet.credit(message.number)
             self.budget.release(outlet.close() if message.closed else outlet.pump(lane.send))
-            if outlet.is_done:
-                del self._outlets[stream]
+            if not outlet.is_done:
+                return
+            del self._outlets[stream]
+            has_gone = self._has_gone(message.session)
+        if has_gone:
+            self._delivered(message.session)
 
     def _lose(self, address: str, lane: Lane) -> None:
         with self._lock:

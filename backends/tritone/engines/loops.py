@@ -150,12 +150,16 @@ class StageLoop(Loop):
         connector.attach(
             arrived=lambda session: self.post(partial(self.take, session)),
             consumer_lost=lambda address: self.post(partial(self.peer_lost, address)),
+            delivered=lambda session: self.post(partial(self.delivered, session)),
         )
         self._engine = engine
         self._engine.wake = partial(self.post, _turn_once)
         self._engine.note_phase = self._note_phase
         self._peers = peers
         self._seats: dict[str, Seat] = {}
+        # Of sessions that have finished here, while some of their output is still to be taken: it dies with
+        # this process, and with the one after it.
+        self._undelivered: dict[str, Seat] = {}
         self._failed_steps = 0
 
     def stats(self) -> dict[str, Any]:
@@ -252,7 +256,15 @@ class StageLoop(Loop):
         except TritoneError as error:
             self._deliver([Delta(session, error=error)])
 
+    def delivered(self, session: str) -> None:
+        """The connector's consumers have taken all of a session."""
+        seat = self._undelivered.pop(session, None)
+        if seat is not None:
+            with contextlib.suppress(wire.Disconnected):  # the orchestrator is gone: nobody waits for it
+                self._peers.send(seat.inbox, wire.Delivered(session, self.model))
+
     def cancel(self, session: str, error: str = Cancelled.code) -> None:
+        self._undelivered.pop(session, None)
         self.connector.cleanup(session)
         if self._leave(session, error):
             self._engine.abort(session)
@@ -263,6 +275,13 @@ class StageLoop(Loop):
                 self.cancel(session)
             elif any(route.address == address for route in seat.routes):
                 self._deliver([Delta(session, error=self._consumer_gone())])
+        for session, seat in list(self._undelivered.items()):
+            if seat.inbox == address:
+                self.cancel(session)
+            elif any(route.address == address for route in seat.routes):
+                self.cancel(session)
+                with contextlib.suppress(wire.Disconnected):
+                    self._peers.send(seat.inbox, self._failed(session, self._consumer_gone()))
 
     # -- inside the thread ----------------------------------------------------------------------------------
 
@@ -344,12 +363,15 @@ class StageLoop(Loop):
         if last:
             self._leave(delta.session, usage=delta.usage)
             self.connector.ignore(delta.session)
-            self._peers.send(seat.inbox, self._finished(delta, seat, now))
+            is_delivered = self.connector.is_delivered(delta.session)
+            if not is_delivered:
+                self._undelivered[delta.session] = seat
+            self._peers.send(seat.inbox, self._finished(delta, seat, now, is_delivered))
 
-    def _finished(self, delta: Delta, seat: Seat, now: float) -> wire.Finished:
-        reason = delta.finish_reason or "stop"
+    def _finished(self, delta: Delta, seat: Seat, now: float, is_delivered: bool) -> wire.Finished:
+        reason, usage = delta.finish_reason or "stop", dict(delta.usage)
         busy = np.asarray(seat.busy, np.float64).reshape(-1, 2)
-        return wire.Finished(delta.session, self.model, reason, dict(delta.usage), seat.times(now), busy)
+        return wire.Finished(delta.session, self.model, reason, usage, seat.times(now), busy, is_delivered)
 
     def _failed(self, session: str, error: TritoneError) -> wire.Failed:
         return wire.Failed(session, self.model, error.code, error.what, error.cure)

@@ -232,8 +232,8 @@ class End:
         self.address = f"tritone-test/{uuid.uuid4().hex}"
         self.budget = Budget(ConnectorLimits(**limits).queued_bytes)
         self.connector = LocalConnector(self.address, stage, ConnectorLimits(**limits), self.budget)
-        self.news, self.lost = queue.Queue(), queue.Queue()
-        self.connector.attach(self.news.put, self.lost.put)
+        self.news, self.lost, self.gone = queue.Queue(), queue.Queue(), queue.Queue()
+        self.connector.attach(self.news.put, self.lost.put, self.gone.put)
         self.is_reading = threading.Event()
         self.is_reading.set()
         self._server = wire.listen(self.address)
@@ -488,6 +488,30 @@ def test_a_stage_that_ended_still_sends_what_is_queued(make_end):
         put(giver, taker, number, rows(1), last=number == 9)
     giver.connector.ignore("s")
     assert numbers(taker.get("s", 10)) == list(range(10))
+
+
+def test_a_session_is_delivered_when_all_its_consumers_have_taken_all(make_end):
+    giver, takers = make_end("giver"), [make_end(), make_end()]
+    assert giver.connector.is_delivered("s"), "it gave nothing"
+    for number, taker in enumerate(takers):
+        taker.connector.expect("s")
+        put(giver, taker, 0, edge=("giver", f"taker {number}"), last=True)
+    assert not giver.connector.is_delivered("s")
+    takers[0].get("s", 1)
+    wait_until(lambda: len(giver.connector._outlets) == 1)
+    assert not giver.connector.is_delivered("s") and giver.gone.empty()
+    takers[1].get("s", 1)
+    assert giver.gone.get(timeout=5) == "s" and giver.connector.is_delivered("s")
+
+
+def test_what_nobody_wants_is_delivered(make_end):
+    giver, taker = make_end("giver"), make_end()
+    taker.connector.expect("s")
+    put(giver, taker, 0, last=True)
+    wait_until(lambda: taker.stat("chunks_received") == 1)
+    assert not giver.connector.is_delivered("s")
+    taker.connector.ignore("s")
+    assert giver.gone.get(timeout=5) == "s" and giver.connector.is_delivered("s")
 
 
 def test_nobody_at_the_address_is_a_lost_consumer(make_end):

@@ -104,6 +104,14 @@ class StageEngine:
     def finish(self, session, reason="stop"):
         self.push(wire.Finished(session, self._model, reason, {"completion_tokens": 2}, times(0.1)))
 
+    def finish_undelivered(self, session):
+        """The stage has ended, and the next one has not taken everything yet."""
+        usage = {"completion_tokens": 2}
+        self.push(wire.Finished(session, self._model, "stop", usage, times(0.1), is_delivered=False))
+
+    def deliver(self, session):
+        self.push(wire.Delivered(session, self._model))
+
     def fail(self, session, code, what):
         self.push(wire.Failed(session, self._model, code, what, "do it again"))
 
@@ -979,6 +987,65 @@ def test_an_engine_that_dies_before_its_open_is_answered_ends_the_request_at_onc
     client = bench.speak()
     assert client.outcome(2.0) == "UNAVAILABLE" and f"engine of stage {stage} died" in client.message
     assert time.monotonic() - began_s < 1.0, "it waited for something"
+
+
+def ends_undelivered(bench, session, text):
+    """A script whose writer has given everything, some of which the singer has not taken."""
+    if bench.is_heard("writer", session):
+        bench.writer.piece(session, 0, {"text": "hi "}, last=True)
+    bench.writer.finish_undelivered(session)
+
+
+def has_ended(bench, stage, session):
+    held = bench.orchestrator._sessions.get(session)
+    return held is not None and stage in held.finished
+
+
+def test_an_engine_that_dies_with_what_it_still_had_to_deliver_ends_the_request_at_once(bench):
+    bench.script = ends_undelivered
+    client = bench.speak()
+    (session,) = bench.sessions()
+    wait_until(lambda: has_ended(bench, "writer", session))
+    bench.writer.die()
+    assert client.outcome(2.0) == "UNAVAILABLE" and "engine of stage writer died" in client.message
+
+
+def test_an_engine_that_has_delivered_everything_may_die(bench):
+    bench.script = ends_undelivered
+    client = bench.speak()
+    (session,) = bench.sessions()
+    bench.writer.deliver(session)
+    wait_until(lambda: has_ended(bench, "writer", session))
+    wait_until(lambda: not bench.orchestrator._sessions[session].undelivered)
+    bench.writer.die()
+    bench.sing(session, 0, "ab")
+    bench.singer.piece(session, 1, {}, last=True)
+    bench.singer.finish(session)
+    assert client.outcome() == "done"
+
+
+def test_an_answer_is_complete_when_everything_is_delivered(bench):
+    bench.script = ends_undelivered
+    client = bench.speak()
+    (session,) = bench.sessions()
+    bench.sing(session, 0, "ab")
+    bench.singer.piece(session, 1, {}, last=True)
+    bench.singer.finish(session)
+    wait_until(lambda: has_ended(bench, "singer", session))
+    assert not client.ended.is_set()
+    bench.writer.deliver(session)
+    assert client.outcome() == "done"
+    assert session not in bench.writer.cancelled
+
+
+def test_a_cancel_reaches_a_stage_that_has_ended_and_not_delivered(bench):
+    bench.script = ends_undelivered
+    client = bench.speak()
+    (session,) = bench.sessions()
+    wait_until(lambda: has_ended(bench, "writer", session))
+    client.cancelled = True
+    assert client.outcome() == "CANCELLED"
+    wait_until(lambda: session in bench.writer.cancelled)
 
 
 def test_a_dead_engine_ends_its_own_sessions_only(make_bench):

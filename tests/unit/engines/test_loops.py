@@ -40,9 +40,13 @@ class Hand(Connector):
         self.budget = Budget(limit_bytes)
         self.calls, self.came, self.sent = [], {}, []
         self.is_full = False
+        self.untaken = set()  # sessions
 
-    def attach(self, arrived, consumer_lost):
-        self.arrived, self.consumer_lost = arrived, consumer_lost
+    def attach(self, arrived, consumer_lost, delivered):
+        self.arrived, self.consumer_lost, self.delivered = arrived, consumer_lost, delivered
+
+    def is_delivered(self, session):
+        return session not in self.untaken
 
     def put(self, address, key, values, last):
         if self.is_full:
@@ -273,6 +277,56 @@ def test_a_stage_that_ended_wants_no_more_but_what_it_gave_still_goes(stage):
     stage.open()
     stage.makes(Delta("s", {}, "stop"))
     assert stage.hand.calls == [("expect", "s"), ("ignore", "s")]
+
+
+def test_an_end_says_whether_the_stages_after_it_have_everything(stage):
+    stage.open("s")
+    stage.open("t")
+    stage.hand.untaken.add("s")
+    stage.makes(Delta("s", {}, "stop"), Delta("t", {}, "stop"))
+    ends = [message for message in stage.inboxes.sent if isinstance(message, wire.Finished)]
+    assert [(end.session, end.is_delivered) for end in ends] == [("s", False), ("t", True)]
+    del stage.inboxes.sent[:]
+    for session in ("s", "t", "s"):
+        stage.hand.delivered(session)
+    stage.turn()
+    assert stage.inboxes.sent == [wire.Delivered("s", "m")]
+
+
+def test_a_consumer_that_is_lost_with_what_it_had_not_taken_fails_a_session_that_had_ended(stage):
+    stage.open("s")
+    stage.open("t")
+    stage.hand.untaken.add("s")
+    stage.makes(Delta("s", {}, "stop"), Delta("t", {}, "stop"))
+    del stage.inboxes.sent[:]
+    stage.hand.consumer_lost(NEXT)
+    stage.turn()
+    [failure] = stage.inboxes.sent
+    assert (failure.session, failure.code, failure.what) == (
+        "s",
+        "ENGINE_LOST",
+        "the stage after m went away",
+    )
+    stage.hand.delivered("s")
+    stage.turn()
+    assert stage.inboxes.sent == [failure]
+
+
+@pytest.mark.parametrize("end", ["cancel", "orchestrator"])
+def test_what_was_not_taken_is_forgotten_with_its_session(stage, end):
+    stage.open("s")
+    stage.hand.untaken.add("s")
+    stage.makes(Delta("s", {}, "stop"))
+    del stage.inboxes.sent[:]
+    if end == "cancel":
+        stage.loop.cancel("s")
+    else:
+        stage.loop.peer_lost(INBOX)
+    assert ("cleanup", "s") in stage.hand.calls
+    stage.hand.consumer_lost(NEXT)
+    stage.hand.delivered("s")
+    stage.turn()
+    assert stage.inboxes.sent == [] and stage.loop._undelivered == {}
 
 
 def test_a_full_connector_fails_that_session_only(stage):
