@@ -139,9 +139,7 @@ class Ping(Message, frozen=True):
 
 class Pong(Message, frozen=True):
     call: int
-    stats: dict[
-        str, dict[str, Any]
-    ]  # by Triton model name; "beat_age_s" is the time since its loop last turned
+    stats: dict[str, dict[str, Any]]  # by Triton model; "beat_age_s": since its loop last turned
 
 
 class StreamChunk(msgspec.Struct, frozen=True, array_like=True):
