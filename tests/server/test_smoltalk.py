@@ -70,13 +70,11 @@ async def raw(server, model="smoltalk", parameters=None, outputs=None, **values)
         }
 
     async with grpc_aio.InferenceServerClient(server.grpc_url) as client:
-        stream = client.stream_infer(requests(), headers={"triton_grpc_error": "true"})
-        return [result async for result, error in stream if not _raise(error)]
-
-
-def _raise(error):
-    if error is not None:
-        raise error
+        answers = [answer async for answer in client.stream_infer(requests())]  # to the stream's own end
+    for _, error in answers:
+        if error is not None:
+            raise error
+    return [result for result, _ in answers]
 
 
 def error_of(exception):
