@@ -34,6 +34,7 @@ from torch import Tensor
 from tritone.errors import ConfigError
 from tritone.networks.experts import ExpertsConfig, MixtureOfExperts
 from tritone.networks.rotary import Rotary, refuse, rope_parameters
+from tritone.networks.transfer import on_device
 from tritone.networks.weights import Weights
 
 
@@ -136,9 +137,11 @@ class Decoder:
         prefix: str = "model.",
         embedding: str | None = "embed_tokens.weight",
         head: str | None = "lm_head.weight",
+        cleared: bool = False,
     ) -> None:
         """Load the weights and set the cache aside; ConfigError if a weight is missing.
 
+        cleared: the cache holds zeros, which `step` needs: it reads what is not filled, and weights it with 0.
         prefix: of the names of all weights but the head.
         embedding: name under `prefix`; None if rows come from outside, and `embed` is never called.
         head: full name; None if scores are computed outside, and `logits` is never called.
@@ -167,8 +170,8 @@ class Decoder:
             self._rotary = Rotary(config.rope, config.head_dim, self.device, dtype)
             # For the rows whose position is their place: looked up faster than computed.
             self._turns = self._rotary(torch.arange(context_tokens, device=self.device))
-            # Not cleared, so that memory is taken only as slots fill; what lies beyond is never read.
-            self.cache = torch.empty(
+            # Mostly not cleared, so that memory is taken only as slots fill; what lies beyond is never read.
+            self.cache = (torch.zeros if cleared else torch.empty)(
                 (config.num_layers, 2, slots, config.num_kv_heads, context_tokens, config.head_dim),
                 device=self.device,
                 dtype=dtype,
@@ -178,7 +181,9 @@ class Decoder:
     def embed(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Input rows [N, H] of token ids, integers or int64 [N]."""
         assert self._embedding is not None, "the rows of this decoder come from outside"
-        return self._embedding[torch.as_tensor(tokens, dtype=torch.int64, device=self.device)]
+        if not isinstance(tokens, Tensor):
+            tokens = on_device(tokens, torch.int64, self.device)
+        return self._embedding[tokens.to(self.device, torch.int64)]
 
     @torch.inference_mode()
     def forward(
@@ -207,7 +212,7 @@ class Decoder:
         block = blocks[0] if len(blocks) == 1 else None
         slots, places = self._places(spans) if block is None else (None, None)
         if positions is not None:
-            cos, sin = self._rotary(positions.to(self.device))
+            cos, sin = self._rotary(positions.to(self.device, non_blocking=True))
         elif block is None:
             cos, sin = (table[places] for table in self._turns)
         else:
@@ -228,6 +233,26 @@ class Decoder:
                 rows = rows.index_add(0, chosen.to(self.device), values.to(self.device, self.dtype))
         hidden = rms_norm(rows, self._norm, self.config.norm_eps)
         return Forward(hidden, hidden if tap == len(self._layers) else tapped)
+
+    @torch.inference_mode()
+    def step(self, rows: Tensor, slots: Tensor, places: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [N, H] of rows [N, H] of different slots, like `forward`, but no shape and no launch
+        depends on where the rows are: what a CUDA graph can hold. Attention reads the whole context.
+
+        slots, places: int64 [N], on the device; a slot's earlier rows are in the cache. positions: float32 [N].
+        """
+        config = self.config
+        cos, sin = self._rotary(positions if self._rotary.is_plain else positions.expand(3, -1))
+        context = torch.arange(self.cache.shape[-2], device=self.device)
+        mask = (context <= places.unsqueeze(1))[:, None, None]  # [N, 1, 1, context]
+        for layer, cache in zip(self._layers, self.cache, strict=True):
+            query, key_value = layer.project(rows, cos, sin)
+            cache.permute(1, 3, 0, 2, 4)[slots, places] = key_value
+            key, value = cache[:, slots].unbind(0)
+            piece = query.view(len(rows), config.num_kv_heads, -1, config.head_dim)
+            attended = F.scaled_dot_product_attention(piece, key, value, attn_mask=mask)
+            rows = layer.finish(rows, attended.reshape(len(rows), -1))
+        return rms_norm(rows, self._norm, config.norm_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -251,7 +276,7 @@ class Decoder:
         """Slot of every row and its place there, both int64 [N]."""
         slots = [span.slot for span in spans for _ in range(span.count)]
         places = [place for span in spans for place in range(span.start, span.end)]
-        return torch.tensor(slots, device=self.device), torch.tensor(places, device=self.device)
+        return on_device(slots, torch.int64, self.device), on_device(places, torch.int64, self.device)
 
     def _attend(
         self, query: Tensor, cache: Tensor, blocks: Sequence[_Block], masks: Sequence[Tensor | None]

@@ -82,9 +82,11 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor) -> Tensor:
         """Output [N, H] of rows [N, H]."""
         chosen, shares = self.route(x)
-        few = x.device.type != "cpu" and chosen.numel() <= _FEW_PAIRS
-        each = (by_pair if few else by_expert)(x, chosen, self._gate_up, self._down)  # [N, k, H]
-        out = each.mul_(shares.unsqueeze(-1)).sum(dim=1)
+        if x.device.type != "cpu" and chosen.numel() > _FEW_PAIRS:
+            out = by_all(x, chosen, shares, self._gate_up, self._down)
+        else:
+            each = by_expert if x.device.type == "cpu" else by_pair
+            out = each(x, chosen, self._gate_up, self._down).mul_(shares.unsqueeze(-1)).sum(dim=1)
         if self._shared is not None and self._shared_gate is not None:
             out += torch.sigmoid(F.linear(x, self._shared_gate)) * self._shared(x)
         return out
@@ -140,6 +142,23 @@ def by_pair(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 # On a device with launches to wait for, a pair is some twenty times cheaper than one more expert in a loop.
 _FEW_PAIRS = 256
 _COPIED_PAIRS = 64  # at a time, which bounds the memory that the copies take
+_ROWS_FOR_ALL = 256  # at a time, for the same reason
+
+
+def by_all(x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Sum [N, H] over the experts chosen for each row, weighted by their shares [N, k]: all rows go through
+    all experts, and what was not chosen is weighted with 0.
+
+    For many rows on a device: products that were not asked for cost it less than a launch for each expert,
+    no shape depends on what was chosen, and the device is never waited for.
+    """
+    weights = x.new_zeros((len(x), len(down))).scatter_(1, chosen, shares)  # [N, E]
+    sums = []
+    for some, weight in zip(x.split(_ROWS_FOR_ALL), weights.split(_ROWS_FOR_ALL), strict=True):
+        gate, up = torch.matmul(gate_up, some.t()).chunk(2, dim=1)  # [E, I, n] each
+        inner = F.silu(gate).mul_(up).mul_(weight.t().unsqueeze(1))
+        sums.append(torch.bmm(inner.transpose(1, 2), down.transpose(1, 2)).sum(dim=0))
+    return torch.cat(sums)
 
 
 def _load_experts(

@@ -32,6 +32,11 @@ class Rotary:
         if "mrope_section" in rope:
             self._axes = _interleaved_axes(rope["mrope_section"]).repeat(2).to(device)
 
+    @property
+    def is_plain(self) -> bool:
+        """A row has one position, not three."""
+        return self._axes is None
+
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each [N, 1, D], of positions [N] or [3, N]; computed in float32 whatever the dtype."""
         if positions.dim() == 1:

@@ -8,13 +8,12 @@ Reference: Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration; the pap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritone.engines.sampler import Draw
 from tritone.networks.decoder import Decoder, DecoderConfig, Linear, Span
 from tritone.networks.weights import Weights
 
@@ -57,11 +56,16 @@ class CodePredictor:
 
     @torch.inference_mode()
     def __call__(
-        self, hidden: Tensor, embedded: Tensor, draw: Draw, codebooks: Sequence[int]
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        draw: Callable[[Tensor, int], Tensor],
+        codebooks: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """Codes int64 [B, residuals], and the sum of the embeddings of all codes of each frame [B, H].
 
         hidden: [B, H], the talker's. embedded: [B, H], of code 0. codebooks: the residuals' numbers in draws.
+        draw: from float32 scores [B, V] and a codebook's number to codes int64 [B].
         """
         batch = len(hidden)
         spans = [Span(slot, 0, 2) for slot in range(batch)]
