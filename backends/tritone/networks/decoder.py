@@ -248,7 +248,8 @@ class Decoder:
         for layer, cache in zip(self._layers, self.cache, strict=True):
             query, key_value = layer.project(rows, cos, sin)
             cache.permute(1, 3, 0, 2, 4)[slots, places] = key_value
-            key, value = cache[:, slots].unbind(0)
+            # A weight of 0 does not silence what is not a number.
+            key, value = cache[:, slots].masked_fill_(~mask.transpose(-1, -2), 0.0).unbind(0)
             piece = query.view(len(rows), config.num_kv_heads, -1, config.head_dim)
             attended = F.scaled_dot_product_attention(piece, key, value, attn_mask=mask)
             rows = layer.finish(rows, attended.reshape(len(rows), -1))

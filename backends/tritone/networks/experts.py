@@ -154,7 +154,8 @@ def by_all(x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Tensor, down: Ten
     """
     weights = x.new_zeros((len(x), len(down))).scatter_(1, chosen, shares)  # [N, E]
     sums = []
-    for some, weight in zip(x.split(_ROWS_FOR_ALL), weights.split(_ROWS_FOR_ALL), strict=True):
+    parts = (torch.split(rows, _ROWS_FOR_ALL) for rows in (x, weights))
+    for some, weight in zip(*parts, strict=True):
         gate, up = torch.matmul(gate_up, some.t()).chunk(2, dim=1)  # [E, I, n] each
         inner = F.silu(gate).mul_(up).mul_(weight.t().unsqueeze(1))
         sums.append(torch.bmm(inner.transpose(1, 2), down.transpose(1, 2)).sum(dim=0))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -54,6 +54,9 @@ class TalkerOptions(SlotOptions):
     residual_temperature: Annotated[float, Meta(gt=0)] = 1.0
     residual_top_k: Annotated[int, Meta(ge=0)] = 50
     residual_top_p: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    # On a GPU: a frame is one CUDA graph, and it may begin before the frame before it was told.
+    cuda_graphs: bool = True
+    overlap: bool = True
 
 
 @dataclass(eq=False, kw_only=True)
@@ -121,6 +124,7 @@ class Talker(SlotEngine[_Session]):
         from tritone.networks.weights import Weights
         from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
         from tritone.pipelines.qwen3_omni.frame import NOT_A_NUMBER, Codec, EagerFrames, FrameRow, Frames
+        from tritone.pipelines.qwen3_omni.frame_graph import buckets_up_to, graph_frames
         from tritone.pipelines.qwen3_omni.positions import PromptPositions, positions_of
         from tritone.pipelines.qwen3_omni.speech_inputs import SpeechInputs
 
@@ -129,16 +133,18 @@ class Talker(SlotEngine[_Session]):
         options.check_context(shape.max_positions)
         dtype = getattr(torch, options.dtype)
         weights = Weights(placement.checkpoint)
+        graphs = self._has_graphs(placement, options)
         decoder = Decoder(
             shape,
             weights,
-            slots=options.max_slots,
+            slots=options.max_slots + graphs,
             context_tokens=options.max_context_tokens,
             device=placement.device,
             dtype=dtype,
             prefix="talker.model.",
             embedding="codec_embedding.weight",
             head="talker.codec_head.weight",
+            cleared=graphs,
         )
         super().__init__(options, decoder, reuse=False)
         self._torch = torch
@@ -149,7 +155,7 @@ class Talker(SlotEngine[_Session]):
         predictor = CodePredictor(
             config.talker["code_predictor_config"],
             weights,
-            rows=options.max_slots,
+            rows=buckets_up_to(options.max_slots)[-1],
             device=placement.device,
             dtype=dtype,
         )
@@ -164,9 +170,17 @@ class Talker(SlotEngine[_Session]):
         codec = Codec(silenced, config.codec.eos, residual)
         self._frame_row, self._not_a_number = FrameRow, NOT_A_NUMBER
         self._frames: Frames = EagerFrames(decoder, predictor, codec)
+        if graphs:
+            self._frames = graph_frames(
+                decoder, predictor, codec, slots=options.max_slots, overlaps=options.overlap
+            )
         self._launched: deque[_Launched] = deque()
         self._counts["codec_frames"] = 0
         self._warm_up()
+
+    @staticmethod
+    def _has_graphs(placement: Placement, options: TalkerOptions) -> bool:
+        return options.cuda_graphs and placement.device != "cpu"
 
     # -- the interface --------------------------------------------------------------------------------------
 

@@ -1,0 +1,217 @@
+"""Frames of the talker as CUDA graphs: one launch a frame, one graph for each of some batch sizes.
+
+    rows ─► pinned ─► FrameBuffers ─► graph of the smallest bucket that holds them ─► frames ─► pinned ─► host
+                                        └─ decoder, draws, code predictor, embeddings: nothing waits
+
+A captured frame is a program: a function of how many rows it makes, over buffers at fixed addresses. Rows
+beyond those that were asked for work in a spare slot. The host writes the rows of one frame while the device
+makes the one before, and reads its codes while it makes the next: two sets of pinned buffers are enough.
+
+`PlainProgram` is the program in plain torch: what the one in kernels (frame_kernels.py) is held to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritone.engines.sampler import gumbel_of_all, gumbel_of_frame
+from tritone.engines.static_draw import DrawSettings, draw, penalise
+from tritone.networks.decoder import Decoder
+from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
+from tritone.pipelines.qwen3_omni.frame import FIRST_CODEBOOK, NOT_A_NUMBER, Codec, Flight, FrameRow, Frames
+from tritone.pipelines.qwen3_omni.frame_buffers import FrameBuffers, pack, pack_spare
+from tritone.ports import Array
+
+Program = Callable[[int], None]
+
+
+class PlainProgram:
+    """A frame in plain torch, for the first rows of the buffers."""
+
+    def __init__(
+        self, buffers: FrameBuffers, decoder: Decoder, predictor: CodePredictor, codec: Codec
+    ) -> None:
+        """decoder: with a cleared cache of one slot more than sessions use."""
+        self._buffers, self._decoder, self._predictor, self._codec = buffers, decoder, predictor, codec
+        first = FIRST_CODEBOOK + 1
+        self._codebooks = range(first, first + predictor.num_residuals)
+        self._codebook_ids = torch.arange(first, self._codebooks.stop, device=decoder.device)
+
+    @torch.inference_mode()
+    def __call__(self, rows: int) -> None:
+        buffers, column = self._buffers, partial(self._buffers.column, rows=rows)
+        slots = column("slot").long()
+        begins = column("begins").bool().unsqueeze(-1)
+        inputs = buffers.text[:rows] + buffers.spoken[slots].masked_fill(begins, 0.0)
+        hidden = self._decoder.step(inputs, slots, column("place").long(), column("position"))
+        logits = self._decoder.logits(hidden).float()
+        wrong = logits.isnan().any(-1)
+        firsts = self._draw_first(logits, slots, rows)
+        buffers.seen[slots, firsts] = True
+        residual = self._codec.residual
+        settings = DrawSettings(
+            temperature=column("residual_temperature"),
+            top_k=torch.full_like(slots, residual.top_k or self._predictor.vocab_size),
+            top_p=torch.full_like(column("position"), residual.top_p),
+            log_min_p=torch.full_like(column("position"), float("-inf")),
+        )
+        seeds, positions = buffers.seeds(rows), column("draws").long() + 1
+        noise = gumbel_of_frame(self._predictor.vocab_size, seeds, positions, self._codebook_ids)
+
+        def draw_residual(scores: Tensor, codebook: int) -> Tensor:
+            wrong.logical_or_(scores.isnan().any(-1))
+            return self._draw(scores, settings, noise[:, codebook - self._codebooks.start], codebook)
+
+        embedded = self._decoder.embed(firsts)
+        residuals, spoken = self._predictor(hidden, embedded, draw_residual, self._codebooks)
+        buffers.spoken[slots] = spoken
+        buffers.frames[:rows, 0] = firsts.masked_fill(wrong, NOT_A_NUMBER)
+        buffers.frames[:rows, 1:] = residuals
+
+    def _draw_first(self, logits: Tensor, slots: Tensor, rows: int) -> Tensor:
+        """Code 0, int64 [rows], of logits float32 [rows, V]."""
+        column = partial(self._buffers.column, rows=rows)
+        logits = logits.masked_fill(self._codec.silenced, float("-inf"))
+        logits = penalise(logits, self._buffers.seen[slots], column("penalty"))
+        end = self._codec.end
+        logits[:, end] = logits[:, end].masked_fill(column("bars_end").bool(), float("-inf"))
+        noise = gumbel_of_all(
+            logits.shape[-1], self._buffers.seeds(rows), column("draws").long(), FIRST_CODEBOOK
+        )
+        settings = DrawSettings(
+            **{name: column(name) for name in ("temperature", "top_k", "top_p", "log_min_p")}
+        )
+        return self._draw(logits, settings, noise, FIRST_CODEBOOK)
+
+    def _draw(self, logits: Tensor, settings: DrawSettings, noise: Tensor, codebook: int) -> Tensor:
+        return draw(logits, settings, noise)
+
+
+class GraphFrames(Frames):
+    """Launches a captured program; on a CPU, which has no graphs, calls it."""
+
+    def __init__(
+        self, program: Program, buffers: FrameBuffers, codec: Codec, *, slots: int, overlaps: bool
+    ) -> None:
+        """Capture the program for every bucket. slots: of sessions; the buffers have one more."""
+        self.overlaps = overlaps
+        self._buffers, self._codec, self._slots = buffers, codec, slots
+        self._vocab_size = buffers.seen.shape[1]
+        self._buckets = buckets_up_to(len(buffers.packed))
+        self._staging = [_Staging.beside(buffers) for _ in range(2)]
+        self._spare = pack_spare(len(buffers.packed), slots)
+        # The largest first: the others then live in the memory that it has taken.
+        captured = _Captured(buffers.packed.device)
+        self._replays = {rows: captured(partial(program, rows)) for rows in reversed(self._buckets)}
+
+    def begin(self, slot: int) -> None:
+        self._buffers.seen[slot] = False
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[FrameRow]) -> Flight:
+        count = len(rows)
+        bucket = next(size for size in self._buckets if size >= count)
+        self._staging.reverse()
+        staging, buffers = self._staging[0], self._buffers
+        packed = staging.packed.numpy()
+        for row, into in zip(rows, packed, strict=False):
+            pack(row, self._codec, self._vocab_size, into)
+        packed[count:bucket] = self._spare[count:bucket]
+        torch.stack([row.text for row in rows], out=buffers.text[:count])
+        buffers.packed[:bucket].copy_(staging.packed[:bucket], non_blocking=True)
+        self._replays[bucket]()
+        staging.frames[:count].copy_(buffers.frames[:count], non_blocking=True)
+        return _Flying(staging, count)
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """Pinned memory beside the buffers, for a frame at a time."""
+
+    packed: Tensor
+    frames: Tensor
+    done: Any  # CUDA event behind the copy of the frames; None on a CPU
+
+    @classmethod
+    def beside(cls, buffers: FrameBuffers) -> _Staging:
+        is_cuda = buffers.packed.device.type == "cuda"
+        packed, frames = (
+            torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=is_cuda)
+            for buffer in (buffers.packed, buffers.frames)
+        )
+        return cls(packed, frames, torch.cuda.Event() if is_cuda else None)  # type: ignore[no-untyped-call]
+
+
+class _Flying(Flight):
+    """Frames that the device is making."""
+
+    def __init__(self, staging: _Staging, count: int) -> None:
+        self._staging, self._count = staging, count
+        if staging.done is not None:
+            staging.done.record()
+
+    def frames(self) -> Array:
+        if self._staging.done is not None:
+            self._staging.done.synchronize()
+        frames: Array = self._staging.frames[: self._count].numpy().copy()
+        return frames
+
+
+class _Captured:
+    """Makes graphs whose intermediate results share memory: they never run at the same time."""
+
+    _WARM_UPS = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def __call__(self, program: Callable[[], None]) -> Callable[[], None]:
+        """What launches the program; it has run before, since first calls allocate and compile."""
+        if self._pool is None:
+            program()
+            return program
+        with torch.cuda.device(self._device):
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(self._WARM_UPS):
+                    program()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                program()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+def graph_frames(
+    decoder: Decoder, predictor: CodePredictor, codec: Codec, *, slots: int, overlaps: bool
+) -> GraphFrames:
+    """Frames of `slots` sessions through a decoder that has one slot more, and a cleared cache."""
+    buffers = FrameBuffers.of(
+        rows=buckets_up_to(slots)[-1],
+        slots=slots,
+        hidden_size=decoder.config.hidden_size,
+        vocab_size=decoder.config.vocab_size,
+        codebooks=1 + predictor.num_residuals,
+        device=decoder.device,
+        dtype=decoder.dtype,
+    )
+    program = PlainProgram(buffers, decoder, predictor, codec)
+    return GraphFrames(program, buffers, codec, slots=slots, overlaps=overlaps)
+
+
+def buckets_up_to(rows: int) -> list[int]:
+    """Batch sizes to capture: powers of two up to one that holds `rows`."""
+    sizes = [1]
+    while sizes[-1] < rows:
+        sizes.append(2 * sizes[-1])
+    return sizes
