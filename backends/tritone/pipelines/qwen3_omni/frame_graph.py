@@ -53,7 +53,7 @@ class PlainProgram:
         logits = self._decoder.logits(hidden).float()
         wrong = logits.isnan().any(-1)
         firsts = self._draw_first(logits, slots, rows)
-        buffers.seen[slots, firsts] = True
+        buffers.seen[slots, firsts] = torch.ones_like(firsts, dtype=torch.bool)
         residual = self._codec.residual
         settings = DrawSettings(
             temperature=column("residual_temperature"),
@@ -101,7 +101,8 @@ class GraphFrames(Frames):
     ) -> None:
         """Capture the program for every bucket. slots: of sessions; the buffers have one more."""
         self.overlaps = overlaps
-        self._buffers, self._codec, self._slots = buffers, codec, slots
+        self._program = program  # holds the weights, of which a graph knows no more than the addresses
+        self._buffers, self._codec = buffers, codec
         self._vocab_size = buffers.seen.shape[1]
         self._buckets = buckets_up_to(len(buffers.packed))
         self._staging = [_Staging.beside(buffers) for _ in range(2)]
