@@ -33,6 +33,7 @@ from torch import Tensor
 
 from tritone.errors import ConfigError
 from tritone.networks.experts import ExpertsConfig, MixtureOfExperts
+from tritone.networks.layer_weights import ExpertWeights, LayerWeights, MlpWeights
 from tritone.networks.rotary import Rotary, refuse, rope_parameters
 from tritone.networks.transfer import on_device
 from tritone.networks.weights import Weights
@@ -161,15 +162,15 @@ class Decoder:
             return MixtureOfExperts(config.experts, weights, name, self.device, dtype, shared)
 
         with torch.inference_mode():
-            self._embedding = load(f"{prefix}{embedding}") if embedding is not None else None  # [V, H]
+            self.embedding = load(f"{prefix}{embedding}") if embedding is not None else None  # [V, H]
             self._layers = [
                 _Layer(config, load, f"{prefix}layers.{i}.", mlp(i)) for i in range(config.num_layers)
             ]
             self._norm = load(f"{prefix}norm.weight")  # [H]
-            self._head = self._load_head(load, head)
-            self._rotary = Rotary(config.rope, config.head_dim, self.device, dtype)
+            self.head = self._load_head(load, head)
+            self.rotary = Rotary(config.rope, config.head_dim, self.device, dtype)
             # For the rows whose position is their place: looked up faster than computed.
-            self._turns = self._rotary(torch.arange(context_tokens, device=self.device))
+            self._turns = self.rotary(torch.arange(context_tokens, device=self.device))
             # Mostly not cleared, so that memory is taken only as slots fill; what lies beyond is never read.
             self.cache = (torch.zeros if cleared else torch.empty)(
                 (config.num_layers, 2, slots, config.num_kv_heads, context_tokens, config.head_dim),
@@ -180,10 +181,10 @@ class Decoder:
     @torch.inference_mode()
     def embed(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Input rows [N, H] of token ids, integers or int64 [N]."""
-        assert self._embedding is not None, "the rows of this decoder come from outside"
+        assert self.embedding is not None, "the rows of this decoder come from outside"
         if not isinstance(tokens, Tensor):
             tokens = on_device(tokens, torch.int64, self.device)
-        return self._embedding[tokens.to(self.device, torch.int64)]
+        return self.embedding[tokens.to(self.device, torch.int64)]
 
     @torch.inference_mode()
     def forward(
@@ -212,7 +213,7 @@ class Decoder:
         block = blocks[0] if len(blocks) == 1 else None
         slots, places = self._places(spans) if block is None else (None, None)
         if positions is not None:
-            cos, sin = self._rotary(positions.to(self.device, non_blocking=True))
+            cos, sin = self.rotary(positions.to(self.device, non_blocking=True))
         elif block is None:
             cos, sin = (table[places] for table in self._turns)
         else:
@@ -242,7 +243,7 @@ class Decoder:
         slots, places: int64 [N], on the device; a slot's earlier rows are in the cache. positions: float32 [N].
         """
         config = self.config
-        cos, sin = self._rotary(positions if self._rotary.is_plain else positions.expand(3, -1))
+        cos, sin = self.rotary(positions if self.rotary.is_plain else positions.expand(3, -1))
         context = torch.arange(self.cache.shape[-2], device=self.device)
         mask = (context <= places.unsqueeze(1))[:, None, None]  # [N, 1, 1, context]
         for layer, cache in zip(self._layers, self.cache, strict=True):
@@ -258,19 +259,24 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [N, V] of the next token from hidden states [N, H]."""
-        assert self._head is not None, "this decoder has no head"
-        return self._head(hidden)
+        assert self.head is not None, "this decoder has no head"
+        return self.head(hidden)
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Give slot `target` the first `tokens` tokens of slot `source`."""
         self.cache[:, :, target, :, :tokens] = self.cache[:, :, source, :, :tokens]
 
+    @property
+    def parts(self) -> tuple[list[LayerWeights], Tensor]:
+        """Weights of the layers, and of the last norm [H]."""
+        return [layer.weights for layer in self._layers], self._norm
+
     def _load_head(self, load: Callable[[str], Tensor], name: str | None) -> Linear | None:
         if name is None:
             return None
-        if self.config.tied_head and self._embedding is not None:
-            return Linear(self._embedding)
+        if self.config.tied_head and self.embedding is not None:
+            return Linear(self.embedding)
         return Linear(load(name))
 
     def _places(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
@@ -327,6 +333,12 @@ class Linear:
             # Small batches run about a third faster: a plain weight is packed anew in every call.
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
 
+    @property
+    def weight(self) -> Tensor:
+        """[out, in]; it was not packed, and there is no bias."""
+        assert not self._packed and self._bias is None
+        return self._weight
+
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
@@ -341,6 +353,10 @@ class GatedMLP:
         self._gate_up = Linear(torch.cat([load(f"{prefix}{name}_proj.weight") for name in ("gate", "up")]))
         self._down = Linear(load(f"{prefix}down_proj.weight"))
 
+    @property
+    def weights(self) -> MlpWeights:
+        return MlpWeights(self._gate_up.weight, self._down.weight)
+
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up(x).chunk(2, dim=-1)
         return self._down(F.silu(gate).mul_(up))
@@ -354,7 +370,7 @@ class _Layer:
         config: DecoderConfig,
         load: Callable[[str], Tensor],
         prefix: str,
-        mlp: Callable[[Tensor], Tensor],
+        mlp: GatedMLP | MixtureOfExperts,
     ) -> None:
         self._config = config
         attention = f"{prefix}self_attn."
@@ -375,6 +391,19 @@ class _Layer:
         )
         self._mlp_norm = load(f"{prefix}post_attention_layernorm.weight")
         self._mlp = mlp
+
+    @property
+    def weights(self) -> LayerWeights:
+        assert self._head_norm is not None, "kernels norm the heads"
+        return LayerWeights(
+            self._input_norm,
+            self._qkv.weight,
+            self._head_norm[0].contiguous(),
+            self._head_norm[-1].contiguous(),
+            self._output.weight,
+            self._mlp_norm,
+            self._mlp.weights,
+        )
 
     def project(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [N, H] to rotated queries [N, heads, D] and rotated keys with values [N, 2, kv_heads, D]."""

@@ -2,9 +2,9 @@
 
     python client/bench/gpu/talker_frame.py DIR --rows 1,4,16,64
 
-DIR holds the config.json of a full-size model (`build/qwen3_omni_real_size.py DIR` writes one). For each program
-and each number of rows: milliseconds a frame by CUDA events (median), whether a replay gives bit by bit what
-a call gives, and how far the scores are from those of float32.
+DIR holds the config.json of a full-size model (`build/qwen3_omni_real_size.py DIR` writes one). For each
+program and number of rows: milliseconds a frame by CUDA events (median), whether a replay gives bit by bit what a call
+gives and, with --exact, how far the scores are from those of float32.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from typing import Any
 
 import torch
 
+from tritone.engines.static_draw import DrawSettings
+from tritone.kernels.products import TWO_ROWS
 from tritone.networks.decoder import Decoder, DecoderConfig
 from tritone.networks.dummy_weights import DummyWeights
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
 from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS, OmniConfig
-from tritone.pipelines.qwen3_omni.frame import Codec, FrameRow
+from tritone.pipelines.qwen3_omni.frame import FIRST_CODEBOOK, Codec, FrameRow
 from tritone.pipelines.qwen3_omni.frame_buffers import FrameBuffers
 from tritone.pipelines.qwen3_omni.frame_graph import GraphFrames, PlainProgram
+from tritone.pipelines.qwen3_omni.frame_kernels import KernelProgram
 from tritone.sampling import Sampling
 
 DEVICE = "cuda:0"
@@ -98,6 +101,89 @@ def milliseconds(replay: Any) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in spans)
 
 
+def scored_kernels(program: KernelProgram, rows: int) -> list[torch.Tensor]:
+    """Scores of a frame, of each codebook."""
+    machine = program._few if rows <= TWO_ROWS or program._many is None else program._many
+    score, scores = machine._score, []
+
+    def noted(hidden: torch.Tensor, codebook: int) -> torch.Tensor:
+        made = score(hidden, codebook)
+        scores.append(made.clone())
+        return made
+
+    machine._score = noted  # type: ignore[method-assign]
+    program(rows)
+    machine._score = score  # type: ignore[method-assign]
+    return scores
+
+
+class ForcedProgram(PlainProgram):
+    """Takes the codes that it is given, and notes the scores that it would have drawn from."""
+
+    codes: torch.Tensor  # int32 [R, codebooks]
+
+    def __call__(self, rows: int) -> None:
+        self.scores: list[torch.Tensor] = []
+        logits = self._decoder.logits
+
+        def noted(hidden: torch.Tensor) -> torch.Tensor:
+            self.scores.append(logits(hidden).float())
+            return logits(hidden)
+
+        self._decoder.logits = noted  # type: ignore[method-assign]
+        super().__call__(rows)
+        self._decoder.logits = logits  # type: ignore[method-assign]
+
+    def _draw(
+        self, logits: torch.Tensor, settings: DrawSettings, noise: torch.Tensor, codebook: int
+    ) -> torch.Tensor:
+        number = codebook - FIRST_CODEBOOK
+        if number:
+            self.scores.append(logits)
+        return self.codes[: len(logits), number].long()
+
+
+def state_of(model: Model) -> list[torch.Tensor]:
+    return [model.decoder.cache, model.buffers.seen, model.buffers.spoken]
+
+
+def compare(model: Model, exact: Model, program: KernelProgram, rows: int) -> str:
+    """How far scores are from those of plain torch in float32: of the kernels, and of plain torch."""
+    before = [tensor.clone() for tensor in state_of(model)]
+
+    def reset() -> None:
+        for tensor, saved in zip(state_of(model), before, strict=True):
+            tensor.copy_(saved)
+
+    made = scored_kernels(program, rows)
+    codes = model.buffers.frames.clone()
+    reset()
+    results = []
+    for some in (model, exact):
+        if some is exact:
+            for tensor, saved in zip(state_of(exact), before, strict=True):
+                tensor.copy_(saved)
+            exact.buffers.packed.copy_(model.buffers.packed)
+            exact.buffers.text.copy_(model.buffers.text)
+        forced = ForcedProgram(some.buffers, some.decoder, some.predictor, some.codec)
+        forced.codes = codes
+        forced(rows)
+        results.append(forced.scores)
+    reset()
+    plain, right = results
+
+    def error(scores: list[torch.Tensor], number: int) -> float:
+        return float((scores[number] - right[number]).norm() / right[number].norm())
+
+    def worst(scores: list[torch.Tensor]) -> float:
+        return max(error(scores, number) for number in range(1, len(right)))
+
+    return (
+        f"scores against float32: code 0 {error(made, 0):.4f} (plain {error(plain, 0):.4f}), "
+        f"worst residual {worst(made):.4f} (plain {worst(plain):.4f})"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -106,22 +192,37 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", default="1,4,16,64")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--filled", type=int, default=512, help="keys of each slot")
+    parser.add_argument("--programs", default="kernels,plain")
+    parser.add_argument("--exact", action="store_true", help="compare with float32 too")
     arguments = parser.parse_args(argv)
     sizes = [int(size) for size in arguments.rows.split(",")]
-    began_s = time.monotonic()
+    programs: dict[str, Any] = {"kernels": KernelProgram, "plain": PlainProgram}
     with torch.inference_mode():
         model = Model(arguments.folder, torch.bfloat16, max(sizes), arguments.context)
         model.decoder.cache.normal_()
-        frames = model.frames(PlainProgram)
-        print(f"loaded and captured in {time.monotonic() - began_s:.0f} s", flush=True)
-        for rows in sizes:
-            launched = requests(model, rows, arguments.filled)
-            before = model.buffers.seen.clone()
-            first = frames.launch(launched).frames()
-            model.buffers.seen.copy_(before)
-            again = frames.launch(launched).frames()
-            spent = milliseconds(frames._replays[rows])
-            print(f"plain rows {rows:2d}: {spent:.2f} ms, same again {(first == again).all()}", flush=True)
+        exact = None
+        if arguments.exact:
+            exact = Model(arguments.folder, torch.float32, max(sizes), arguments.context)
+        for name in arguments.programs.split(","):
+            began_s = time.monotonic()
+            frames = model.frames(programs[name])
+            print(f"{name}: captured in {time.monotonic() - began_s:.0f} s", flush=True)
+            for rows in sizes:
+                launched = requests(model, rows, arguments.filled)
+                before = [tensor.clone() for tensor in state_of(model)]
+                replayed = frames.launch(launched).frames()
+                spoken = model.buffers.spoken.clone()
+                for tensor, saved in zip(state_of(model), before, strict=True):
+                    tensor.copy_(saved)
+                frames._program(rows)
+                torch.cuda.synchronize()
+                same = bool((model.buffers.frames[:rows].cpu().numpy() == replayed).all())
+                same = same and torch.equal(spoken, model.buffers.spoken)
+                spent = milliseconds(frames._replays[rows])
+                print(f"{name} rows {rows:2d}: {spent:.2f} ms, replay equals call: {same}", flush=True)
+                if exact is not None and name == "kernels":
+                    frames.launch(launched).frames()
+                    print("   ", compare(model, exact, frames._program, rows), flush=True)
     return 0
 
 

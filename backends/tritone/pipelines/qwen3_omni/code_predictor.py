@@ -35,7 +35,7 @@ class CodePredictor:
         self.num_residuals = int(config["num_code_groups"]) - 1
         self.vocab_size = int(config["vocab_size"])
         shape = DecoderConfig.from_hf(config, family="qwen3")
-        self._decoder = Decoder(
+        self.decoder = Decoder(
             shape,
             weights,
             slots=rows,
@@ -48,11 +48,11 @@ class CodePredictor:
         )
 
         def load(name: str) -> Tensor:
-            return weights[f"{prefix}{name}.weight"].to(self._decoder.device, dtype)
+            return weights[f"{prefix}{name}.weight"].to(self.decoder.device, dtype)
 
         with torch.inference_mode():
-            self._heads = [Linear(load(f"lm_head.{i}")) for i in range(self.num_residuals)]
-            self._embeddings = [load(f"model.codec_embedding.{i}") for i in range(self.num_residuals)]
+            self.heads = [Linear(load(f"lm_head.{i}")) for i in range(self.num_residuals)]
+            self.embeddings = [load(f"model.codec_embedding.{i}") for i in range(self.num_residuals)]
 
     @torch.inference_mode()
     def __call__(
@@ -70,13 +70,13 @@ class CodePredictor:
         batch = len(hidden)
         spans = [Span(slot, 0, 2) for slot in range(batch)]
         rows = torch.stack((hidden, embedded), dim=1).flatten(0, 1)
-        out = self._decoder.forward(rows, spans).hidden[1::2]
+        out = self.decoder.forward(rows, spans).hidden[1::2]
         codes: list[Tensor] = []
         embeddings = [embedded]
         for i, codebook in enumerate(codebooks):
-            codes.append(draw(self._heads[i](out).float(), codebook))
-            embeddings.append(self._embeddings[i][codes[-1]])
+            codes.append(draw(self.heads[i](out).float(), codebook))
+            embeddings.append(self.embeddings[i][codes[-1]])
             if i + 1 < self.num_residuals:
                 spans = [Span(slot, i + 2) for slot in range(batch)]
-                out = self._decoder.forward(embeddings[-1], spans).hidden
+                out = self.decoder.forward(embeddings[-1], spans).hidden
         return torch.stack(codes, dim=1), torch.stack(embeddings, dim=1).sum(1)

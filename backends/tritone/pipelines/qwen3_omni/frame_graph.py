@@ -12,6 +12,7 @@ makes the one before, and reads its codes while it makes the next: two sets of p
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -194,9 +195,12 @@ class _Captured:
 
 
 def graph_frames(
-    decoder: Decoder, predictor: CodePredictor, codec: Codec, *, slots: int, overlaps: bool
+    decoder: Decoder, predictor: CodePredictor, codec: Codec, *, slots: int, overlaps: bool, kernels: bool
 ) -> GraphFrames:
-    """Frames of `slots` sessions through a decoder that has one slot more, and a cleared cache."""
+    """Frames of `slots` sessions through a decoder that has one slot more, and a cleared cache.
+
+    kernels: not in plain torch, where there are kernels for what the decoder computes.
+    """
     buffers = FrameBuffers.of(
         rows=buckets_up_to(slots)[-1],
         slots=slots,
@@ -206,8 +210,17 @@ def graph_frames(
         device=decoder.device,
         dtype=decoder.dtype,
     )
-    program = PlainProgram(buffers, decoder, predictor, codec)
+    program = _program_class(decoder, predictor, kernels)(buffers, decoder, predictor, codec)
     return GraphFrames(program, buffers, codec, slots=slots, overlaps=overlaps)
+
+
+def _program_class(decoder: Decoder, predictor: CodePredictor, kernels: bool) -> Any:
+    if not kernels or not importlib.util.find_spec("triton"):
+        return PlainProgram
+    from tritone.pipelines.qwen3_omni.frame_kernels import KernelProgram, can_run
+
+    can = can_run(decoder.config) and can_run(predictor.decoder.config)
+    return KernelProgram if can else PlainProgram
 
 
 def buckets_up_to(rows: int) -> list[int]:

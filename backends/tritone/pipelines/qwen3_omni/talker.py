@@ -56,6 +56,7 @@ class TalkerOptions(SlotOptions):
     residual_top_p: Annotated[float, Meta(gt=0, le=1)] = 0.8
     # On a GPU: a frame is one CUDA graph, and it may begin before the frame before it was told.
     cuda_graphs: bool = True
+    kernels: bool = True  # in kernels of our own; else in plain torch
     overlap: bool = True
 
 
@@ -172,7 +173,12 @@ class Talker(SlotEngine[_Session]):
         self._frames: Frames = EagerFrames(decoder, predictor, codec)
         if graphs:
             self._frames = graph_frames(
-                decoder, predictor, codec, slots=options.max_slots, overlaps=options.overlap
+                decoder,
+                predictor,
+                codec,
+                slots=options.max_slots,
+                overlaps=options.overlap,
+                kernels=options.kernels,
             )
         self._launched: deque[_Launched] = deque()
         self._counts["codec_frames"] = 0
