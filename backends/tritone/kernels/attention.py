@@ -1,8 +1,8 @@
 """Attention of one new row for each of some slots, over as many keys as its slot has and no more.
 
-    qkv [R, (heads + 2 kv) · D] ─► norm of each head ─► rotation ─► key and value into the cache ─► attention
+qkv [R, (heads + 2 kv) · D] ─► norm of heads ─► rotation ─► key, value into the cache ─► attention
 
-The keys of a slot are shared out to programs; where there is more than one, their shares are joined afterwards.
+qkv [R, (heads + 2 kv) · D] ─► head norms ─► rotation ─► key, value into the cache ─► attention
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tritone.kernels.products import Products
 
+MOST_SHARES = 8
 _FAR = tl.constexpr(-1e30)  # below every score
 
 
@@ -24,8 +25,8 @@ _FAR = tl.constexpr(-1e30)  # below every score
 def _attend(
     qkv, query_norm, key_norm, keys, values, slots, places, cos, sin, out, shares, sums,
     stride, turn_stride, place, context, eps, scale, R,
-    BY_SLOT: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BG: tl.constexpr,
-    BS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    BY_SLOT: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head, part = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
     d = tl.arange(0, D)
@@ -131,9 +132,14 @@ class Attention:
         self._sums = torch.empty((most * heads, 2), dtype=torch.float32, device=cache.device)
 
     def __call__(
-        self, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor], turns: tuple[Tensor, Tensor], where: Where,
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor],
+        turns: tuple[Tensor, Tensor],
+        where: Where,
         out: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """out [R, heads · D] of qkv [R, (heads + 2 kv) · D].
 
         norms: of query and key heads [D]. turns: cos and sin, float32 [R, D], or [1, D] for all rows.
@@ -162,4 +168,4 @@ class Attention:
         """Programs that share the keys of a slot: more while there are few rows."""
         if self._context <= 64:
             return 1
-        return max(1, min(8, triton.next_power_of_2(128 // (rows * self._kv))))
+        return min(MOST_SHARES, 1 << max(0, (128 // (rows * self._kv)).bit_length() - 1))

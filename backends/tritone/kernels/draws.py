@@ -1,11 +1,11 @@
 """The draws of a frame, each with the embedding of the code that it gives.
 
     seeds, positions ─► Philox ─► Gumbel noise of all codebooks, once a frame
-    scores [R, V] ─► silenced, penalty ─► ÷ temperature ─► min-p ─► top-k ─► top-p ─► + noise ─► argmax
+    scores ─► silenced, penalty ─► ÷ temperature ─► min-p ─► top-k ─► top-p ─► + noise ─► argmax
                   ─► code ─► its embedding ─► next input;  Σ embeddings ─► kept by slot
 
-Noise and filters are those of `engines/sampler.py`. The k-th score, and the last one that top-p keeps, are found
-by halving the range of the 32 bits of a float, so that nothing is sorted; of scores that tie there all are kept.
+Noise and filters are those of `engines/sampler.py`. The k-th score, and the last one that top-p keeps, are
+found by halving the range of the 32 bits of a float: nothing is sorted, and scores that tie there all stay.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A mixture of experts for few rows.
 
     x ─► + partial sums ─► norm ─► router ─► chosen [R, T], shares [R, T]
-    few rows    each (row, expert) by itself: every expert's weights are read by the rows that chose it
-    more        every active expert with all rows, at share 0 where it was not chosen: read once, no sorting
+    few rows    each (row, expert) by itself: every expert is read by the rows that chose it
+    more        every active expert with all rows, at share 0 where it was not chosen: it is read once
 
-The expert that every row goes through is stored behind the others, in as many pieces of their size as it takes,
-and chosen by every row with the share that its gate gives: T = chosen ones + pieces, rounded up to a power of two
-by entries that stand for no expert.
+The expert that every row goes through is stored behind the others, in as many pieces of their size as it
+takes, and chosen by every row with the share that its gate gives: T = chosen ones + pieces, rounded up to a
+power of two by entries that stand for no expert.
 """
 
 from __future__ import annotations
@@ -70,10 +70,7 @@ def _route(
         best = tl.where(t == place, winner.to(tl.int32), best)
         share = tl.where(t == place, tl.exp(tl.max(scores) - highest), share)
         scores = tl.where(e == winner, _FAR, scores)
-    if RENORMALISE:
-        share = share / tl.sum(share)
-    else:
-        share = share / everything
+    share = share / (tl.sum(share) if RENORMALISE else everything)
     if PIECES > 0:
         opened = tl.sum(normed.to(tl.float32) * tl.load(gate + h, mask=in_h, other=0.0).to(tl.float32))
         piece_no = t - TOP
@@ -87,21 +84,21 @@ def _route(
 @triton.jit
 def _pair_up(
     x, gate_up, chosen, shares, inner,
-    ALL: tl.constexpr, H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr,
+    ALL: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, T: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    in_n = n < I
+    in_n = n < INNER
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     expert = tl.load(chosen + pair).to(tl.int64)
     share = tl.load(shares + pair)
     if expert >= ALL:
-        tl.store(inner + pair * I + n, tl.zeros([BN], inner.dtype.element_ty), mask=in_n)
+        tl.store(inner + pair * INNER + n, tl.zeros([BN], inner.dtype.element_ty), mask=in_n)
     else:
-        base = gate_up + expert * (2 * I * H)
+        base = gate_up + expert * (2 * INNER * H)
         gate = tl.zeros([BN], tl.float32)
         up = tl.zeros([BN], tl.float32)
         for start in tl.static_range(0, H, BK):
@@ -110,20 +107,20 @@ def _pair_up(
             row = tl.load(x + (pair // T) * H + start + k, mask=in_k, other=0.0).to(tl.float32)
             at = base + n[:, None] * H + start + k[None, :]
             gate += tl.sum(tl.load(at, mask=in_both, other=0.0).to(tl.float32) * row[None, :], 1)
-            up += tl.sum(tl.load(at + I * H, mask=in_both, other=0.0).to(tl.float32) * row[None, :], 1)
+            up += tl.sum(tl.load(at + INNER * H, mask=in_both, other=0.0).to(tl.float32) * row[None, :], 1)
         out = gate * tl.sigmoid(gate) * up * share
-        tl.store(inner + pair * I + n, out.to(inner.dtype.element_ty), mask=in_n)
+        tl.store(inner + pair * INNER + n, out.to(inner.dtype.element_ty), mask=in_n)
 
 
 @triton.jit
 def _pair_down(
     inner, down, chosen, x,
-    ALL: tl.constexpr, H: tl.constexpr, I: tl.constexpr, BI: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
-    PDL: tl.constexpr,
+    ALL: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, BI: tl.constexpr, T: tl.constexpr,
+    BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
     n, i = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BI)
-    in_n, in_i = n < H, i < I
+    in_n, in_i = n < H, i < INNER
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -131,8 +128,10 @@ def _pair_down(
     for place in tl.static_range(T):
         expert = tl.load(chosen + row * T + place).to(tl.int64)
         inside = in_n[:, None] & in_i[None, :] & (expert < ALL)
-        weight = tl.load(down + expert * (H * I) + n[:, None] * I + i[None, :], mask=inside, other=0.0)
-        value = tl.load(inner + (row * T + place) * I + i, mask=in_i, other=0.0).to(tl.float32)
+        weight = tl.load(
+            down + expert * (H * INNER) + n[:, None] * INNER + i[None, :], mask=inside, other=0.0
+        )
+        value = tl.load(inner + (row * T + place) * INNER + i, mask=in_i, other=0.0).to(tl.float32)
         sums += weight.to(tl.float32) * value[None, :]
     out = tl.sum(sums, 1) + tl.load(x + row * H + n, mask=in_n, other=0.0).to(tl.float32)
     tl.store(x + row * H + n, out.to(x.dtype.element_ty), mask=in_n)
@@ -155,8 +154,8 @@ def _list_active(
 @triton.jit
 def _active_up(
     x, gate_up, chosen, shares, active, count, inner, R,
-    H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, INNER: tl.constexpr, T: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(1)
     if PDL:
@@ -165,11 +164,11 @@ def _active_up(
     if number < tl.load(count):
         expert = tl.load(active + number)
         m, n, t = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, T)
-        in_m, in_n = m < R, n < I
+        in_m, in_n = m < R, n < INNER
         who = tl.load(chosen + m[:, None] * T + t[None, :], mask=in_m[:, None], other=-1)
         by = tl.load(shares + m[:, None] * T + t[None, :], mask=in_m[:, None], other=0.0)
         share = tl.sum(tl.where(who == expert, by, 0.0), 1)
-        base = gate_up + expert.to(tl.int64) * (2 * I * H)
+        base = gate_up + expert.to(tl.int64) * (2 * INNER * H)
         gate = tl.zeros([BM, BN], tl.float32)
         up = tl.zeros([BM, BN], tl.float32)
         for start in tl.range(0, H, BK, num_stages=STAGES):
@@ -177,30 +176,30 @@ def _active_up(
             if H % BK == 0:
                 rows = tl.load(x + m[:, None] * H + k[None, :], mask=in_m[:, None], other=0.0)
                 weight = tl.load(base + n[None, :] * H + k[:, None], mask=in_n[None, :], other=0.0)
-                more = tl.load(base + (n + I)[None, :] * H + k[:, None], mask=in_n[None, :], other=0.0)
+                more = tl.load(base + (n + INNER)[None, :] * H + k[:, None], mask=in_n[None, :], other=0.0)
             else:
                 in_k = k < H
                 both = in_n[None, :] & in_k[:, None]
                 rows = tl.load(x + m[:, None] * H + k[None, :], mask=in_m[:, None] & in_k[None, :], other=0.0)
                 weight = tl.load(base + n[None, :] * H + k[:, None], mask=both, other=0.0)
-                more = tl.load(base + (n + I)[None, :] * H + k[:, None], mask=both, other=0.0)
+                more = tl.load(base + (n + INNER)[None, :] * H + k[:, None], mask=both, other=0.0)
             gate = tl.dot(rows, weight, gate, input_precision="ieee")
             up = tl.dot(rows, more, up, input_precision="ieee")
         out = gate * tl.sigmoid(gate) * up * share[:, None]
-        at = inner + (number * BM + m)[:, None] * I + n[None, :]
+        at = inner + (number * BM + m)[:, None] * INNER + n[None, :]
         tl.store(at, out.to(inner.dtype.element_ty), mask=in_n[None, :])
 
 
 @triton.jit
 def _active_down(
     inner, down, active, count, partials, R,
-    H: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    H: tl.constexpr, INNER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
     m, n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
     in_n = n < H
-    PIECES: tl.constexpr = (I + BK - 1) // BK
+    PIECES: tl.constexpr = (INNER + BK - 1) // BK
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -210,10 +209,12 @@ def _active_down(
         number = part + (step // PIECES) * PARTS
         k = (step % PIECES) * BK + tl.arange(0, BK)
         expert = tl.load(active + number).to(tl.int64)
-        in_k = k < I
-        rows = tl.load(inner + (number * BM + m)[:, None] * I + k[None, :], mask=in_k[None, :], other=0.0)
+        in_k = k < INNER
+        rows = tl.load(inner + (number * BM + m)[:, None] * INNER + k[None, :], mask=in_k[None, :], other=0.0)
         weight = tl.load(
-            down + expert * (H * I) + n[None, :] * I + k[:, None], mask=in_n[None, :] & in_k[:, None], other=0.0
+            down + expert * (H * INNER) + n[None, :] * INNER + k[:, None],
+            mask=in_n[None, :] & in_k[:, None],
+            other=0.0,
         )
         out = tl.dot(rows, weight, out, input_precision="ieee")
     at = partials + (part * R + m)[:, None] * H + n[None, :]

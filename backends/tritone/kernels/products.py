@@ -1,7 +1,7 @@
 """Products with a weight for few rows, and the norms between them.
 
-    up to TWO_ROWS    gemv: norm ─► x Wᵀ ─► GLU ─► + residual, in one kernel; each weight is read once, in registers
-    more              norm_add ─► gemm on tensor cores, split along K into partial sums ─► norm_add adds them up
+    up to TWO_ROWS    gemv: norm ─► x Wᵀ ─► GLU ─► + residual, in one kernel and in registers
+    more              norm_add ─► gemm on tensor cores, split along K into partial sums ─► norm_add
 
 All sums are float32. Weights: [N, K], with GLU [2 N, K], the gates first.
 """
@@ -158,7 +158,7 @@ class Products:
 
     def gemm_parts(self, x: Tensor, weight: Tensor, into: Tensor) -> Partials:
         """As `gemm`, in partial sums; into: float32, as many as `MOST_SPLITS` of [R, N]."""
-        split = gemm_tile(*x.shape, len(weight), splits=True).split
+        split = gemm_tile(x.shape[1], len(weight), splits=True).split
         self._gemm(x, weight, into, glu=False, split=split)
         return Partials(into, split)
 
@@ -178,7 +178,7 @@ class Products:
     def _gemm(self, x: Tensor, weight: Tensor, y: Tensor, glu: bool, split: int) -> None:
         rows, inner = x.shape
         outer = len(weight) // (2 if glu else 1)
-        tile = gemm_tile(rows, inner, outer, splits=split > 1)
+        tile = gemm_tile(inner, outer, splits=split > 1)
         height = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
         _gemm[(triton.cdiv(outer, tile.width), triton.cdiv(rows, height), split)](
             x, weight, y, rows, outer, inner, height, tile.width, tile.depth, glu, split, tile.stages,
@@ -205,7 +205,7 @@ def gemv_tile(inner: int) -> tuple[int, int]:
     return (4, 4) if inner <= 2048 else (4, 8)
 
 
-def gemm_tile(rows: int, inner: int, outer: int, splits: bool) -> GemmTile:
+def gemm_tile(inner: int, outer: int, splits: bool) -> GemmTile:
     """Chosen by size alone, so that nothing is tuned at start."""
     depth = min(128, triton.next_power_of_2(inner))
     if INTERPRETED:

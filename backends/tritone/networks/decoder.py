@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tritone.errors import ConfigError
 from tritone.networks.experts import ExpertsConfig, MixtureOfExperts
-from tritone.networks.layer_weights import ExpertWeights, LayerWeights, MlpWeights
+from tritone.networks.layer_weights import LayerWeights, MlpWeights
 from tritone.networks.rotary import Rotary, refuse, rope_parameters
 from tritone.networks.transfer import on_device
 from tritone.networks.weights import Weights
@@ -142,7 +142,7 @@ class Decoder:
     ) -> None:
         """Load the weights and set the cache aside; ConfigError if a weight is missing.
 
-        cleared: the cache holds zeros, which `step` needs: it reads what is not filled, and weights it with 0.
+        cleared: the cache holds zeros: `step` reads what is not filled, though it counts for nothing.
         prefix: of the names of all weights but the head.
         embedding: name under `prefix`; None if rows come from outside, and `embed` is never called.
         head: full name; None if scores are computed outside, and `logits` is never called.
@@ -237,10 +237,10 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, rows: Tensor, slots: Tensor, places: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [N, H] of rows [N, H] of different slots, like `forward`, but no shape and no launch
-        depends on where the rows are: what a CUDA graph can hold. Attention reads the whole context.
+        """Hidden states [N, H] of rows [N, H] of different slots, like `forward`, but no shape and no
+        launch depends on where the rows are: what a CUDA graph can hold. Attention reads the whole context.
 
-        slots, places: int64 [N], on the device; a slot's earlier rows are in the cache. positions: float32 [N].
+        slots, places: int64 [N], on the device. positions: float32 [N]. Earlier rows are in the cache.
         """
         config = self.config
         cos, sin = self.rotary(positions if self.rotary.is_plain else positions.expand(3, -1))

@@ -3,8 +3,8 @@
     python client/bench/gpu/talker_frame.py DIR --rows 1,4,16,64
 
 DIR holds the config.json of a full-size model (`build/qwen3_omni_real_size.py DIR` writes one). For each
-program and number of rows: milliseconds a frame by CUDA events (median), whether a replay gives bit by bit what a call
-gives and, with --exact, how far the scores are from those of float32.
+program and number of rows: milliseconds a frame by CUDA events (median), whether a replay gives bit by bit
+what a call gives and, with --exact, how far the scores are from those of float32.
 """
 
 from __future__ import annotations

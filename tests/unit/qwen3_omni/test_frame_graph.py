@@ -40,7 +40,12 @@ class _Graphs(Talker):
 @pytest.fixture
 def make_graphs(checkpoint: Path) -> MakeTalker:
     def make(**options: object) -> Talker:
-        defaults: dict[str, Any] = {"max_slots": 8, "max_context_tokens": 96, "prefill_chunk_tokens": 32, "kernels": False}
+        defaults: dict[str, Any] = {
+            "max_slots": 8,
+            "max_context_tokens": 96,
+            "prefill_chunk_tokens": 32,
+            "kernels": False,
+        }
         return _Graphs(Placement(checkpoint), TalkerOptions(**{**defaults, **options}))
 
     return make

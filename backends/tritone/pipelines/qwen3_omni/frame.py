@@ -5,8 +5,8 @@
     embeddings ┘                                    └─► Σ embeddings, which wait for the next text row
     of the last frame ◄──────────────────────────────────┘
 
-`EagerFrames` does it operation by operation and is the reference. `GraphFrames` (frame_graph.py) launches the
-whole of it as one CUDA graph and lets the next frame begin before the host has the codes of this one.
+`EagerFrames` does it operation by operation and is the reference. `GraphFrames` (frame_graph.py) launches
+the whole of it as one CUDA graph and lets the next frame begin before the host has the codes of this one.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class EagerFrames(Frames):
     def _residuals(
         self, rows: Sequence[FrameRow], hidden: Tensor, firsts: Sequence[int]
     ) -> tuple[Array, Tensor]:
-        """Codes [B, residuals] of the frames that `firsts` begin, and bool [B]: not numbers; hidden: [B, H]."""
+        """Codes [B, residuals] of frames that `firsts` begin, and bool [B]: not numbers; hidden: [B, H]."""
         settings = [
             self._sampler.Row(self._codec.of_residuals(row.sampling), position=row.draws + 1) for row in rows
         ]

@@ -71,7 +71,9 @@ class _Machine:
         self._buffers = buffers
         self._products = Products(decoder.config.norm_eps, pdl)
         self._talker = Layers(decoder, rows, self._products)
-        self._predictor = Layers(predictor.decoder, 2 * rows, Products(predictor.decoder.config.norm_eps, pdl))
+        self._predictor = Layers(
+            predictor.decoder, 2 * rows, Products(predictor.decoder.config.norm_eps, pdl)
+        )
         assert decoder.head is not None and decoder.embedding is not None
         self._heads = [decoder.head, *predictor.heads]
         self._tables = [decoder.embedding, *predictor.embeddings]
@@ -96,12 +98,14 @@ class _Machine:
         self._angles, self._cos, self._sin = turn(), turn(), turn()
         places = torch.arange(predictor.num_residuals + 2, device=like.device).float().unsqueeze(1)
         angles = places * predictor.decoder.rotary.frequencies
-        self._turns = list(zip(angles.cos().split(1), angles.sin().split(1), strict=True))
+        parts = (torch.split(turned, 1) for turned in (angles.cos(), angles.sin()))
+        self._turns = list(zip(*parts, strict=True))
 
     def __call__(self, rows: int) -> None:
         column = partial(self._buffers.column, rows=rows)
         asked = DrawRows(
-            slots=column("slot"), **{name: column(name) for name in DrawRows.__annotations__ if name != "slots"}
+            slots=column("slot"),
+            **{name: column(name) for name in DrawRows.__annotations__ if name != "slots"},
         )
         x, hidden, embedded = self._x[:rows], self._pair[:rows], self._pair[rows : 2 * rows]
         torch.mul(column("position").unsqueeze(1), self._frequencies, out=self._angles[:rows])
