@@ -139,16 +139,23 @@ def _pair_down(
 
 @triton.jit
 def _list_active(
-    chosen, active, count, n, ALL: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, PDL: tl.constexpr
-):
+    chosen, active, count, of_part, counts, n,
+    ALL: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     entry, e = tl.arange(0, BT), tl.arange(0, BE)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     found = tl.histogram(tl.load(chosen + entry, mask=entry < n, other=ALL), BE)
     is_active = ((found > 0) & (e < ALL)).to(tl.int32)
-    tl.store(active + tl.cumsum(is_active, 0) - 1, e, mask=is_active > 0)
+    number = tl.cumsum(is_active, 0) - 1
+    tl.store(active + number, e, mask=is_active > 0)
     tl.store(count, tl.sum(is_active))
+    # An expert is always added up in the same part: what others chose then changes no row's rounding.
+    in_parts = tl.reshape(is_active, [BE // PARTS, PARTS])
+    place = tl.reshape(tl.cumsum(in_parts, 0), [BE]) - 1
+    tl.store(of_part + (e % PARTS) * (BE // PARTS) + place, number, mask=is_active > 0)
+    tl.store(counts + tl.arange(0, PARTS), tl.sum(in_parts, 0))
 
 
 @triton.jit
@@ -192,9 +199,9 @@ def _active_up(
 
 @triton.jit
 def _active_down(
-    inner, down, active, count, partials, R,
+    inner, down, active, of_part, counts, partials, R,
     H: tl.constexpr, INNER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    IN_PART: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)
     m, n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
@@ -203,10 +210,10 @@ def _active_down(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    mine = tl.maximum((tl.load(count) - part + PARTS - 1) // PARTS, 0)
+    mine = tl.load(counts + part)
     out = tl.zeros([BM, BN], tl.float32)
     for step in tl.range(0, mine * PIECES, num_stages=STAGES):
-        number = part + (step // PIECES) * PARTS
+        number = tl.load(of_part + part * IN_PART + step // PIECES)
         k = (step % PIECES) * BK + tl.arange(0, BK)
         expert = tl.load(active + number).to(tl.int64)
         in_k = k < INNER
@@ -239,6 +246,9 @@ class Experts:
         self._pairs = cleared(min(rows, PAIRED_ROWS) * self._entries, self._inner, like=like)
         self._active = cleared(self._all, like=like, dtype=torch.int32)
         self._count = cleared(1, like=like, dtype=torch.int32)
+        self._bins = max(PARTS, triton.next_power_of_2(self._all + 1))
+        self._of_part = cleared(self._bins, like=like, dtype=torch.int32)  # by part, then in order
+        self._counts = cleared(PARTS, like=like, dtype=torch.int32)
         self._inners = cleared(self._all * height, self._inner, like=like)
         self._partials = cleared(PARTS, rows, self._hidden, like=like, dtype=torch.float32)
 
@@ -283,8 +293,8 @@ class Experts:
         rows, launch = len(normed), self._products.launch()
         height = max(16, triton.next_power_of_2(rows))
         _list_active[(1,)](
-            self._chosen, self._active, self._count, rows * self._entries, self._all,
-            triton.next_power_of_2(rows * self._entries), triton.next_power_of_2(self._all + 1),
+            self._chosen, self._active, self._count, self._of_part, self._counts, rows * self._entries,
+            self._all, triton.next_power_of_2(rows * self._entries), self._bins, PARTS,
             num_warps=4, **launch,
         )  # fmt: skip
         up, down = up_tile(rows), down_tile(rows)
@@ -294,9 +304,9 @@ class Experts:
             min(up.depth, triton.next_power_of_2(self._hidden)), up.stages, num_warps=up.warps, **launch,
         )  # fmt: skip
         _active_down[(triton.cdiv(self._hidden, down.width), PARTS)](
-            self._inners, weights.down, self._active, self._count, self._partials, rows, self._hidden,
-            self._inner, height, down.width, min(down.depth, triton.next_power_of_2(self._inner)), PARTS,
-            down.stages, num_warps=down.warps, **launch,
+            self._inners, weights.down, self._active, self._of_part, self._counts, self._partials, rows,
+            self._hidden, self._inner, height, down.width,
+            min(down.depth, triton.next_power_of_2(self._inner)), self._bins // PARTS, down.stages, num_warps=down.warps, **launch,
         )  # fmt: skip
 
 

@@ -165,9 +165,9 @@ def by_all(x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Tensor, down: Ten
     sums = []
     parts = (torch.split(rows, _ROWS_FOR_ALL) for rows in (x, weights))
     for some, weight in zip(*parts, strict=True):
-        gate, up = torch.matmul(gate_up, some.t()).chunk(2, dim=1)  # [E, I, n] each
-        inner = F.silu(gate).mul_(up).mul_(weight.t().unsqueeze(1))
-        sums.append(torch.bmm(inner.transpose(1, 2), down.transpose(1, 2)).sum(dim=0))
+        both = F.linear(some, gate_up.flatten(0, 1)).view(len(some), len(down), 2, -1)
+        inner = F.silu(both[:, :, 0]).mul_(both[:, :, 1]).mul_(weight.unsqueeze(-1))  # [n, E, I]
+        sums.append(torch.bmm(inner.transpose(0, 1), down.transpose(1, 2)).sum(dim=0))
     return torch.cat(sums)
 
 

@@ -98,14 +98,24 @@ class GraphFrames(Frames):
     """Launches a captured program; on a CPU, which has no graphs, calls it."""
 
     def __init__(
-        self, program: Program, buffers: FrameBuffers, codec: Codec, *, slots: int, overlaps: bool
+        self,
+        program: Program,
+        buffers: FrameBuffers,
+        codec: Codec,
+        *,
+        slots: int,
+        overlaps: bool,
+        one_bucket: bool = False,
     ) -> None:
-        """Capture the program for every bucket. slots: of sessions; the buffers have one more."""
+        """Capture the program for every bucket. slots: of sessions; the buffers have one more.
+
+        one_bucket: the largest alone, so that the kernels, and with them the rounding, are always the same.
+        """
         self.overlaps = overlaps
         self._program = program  # holds the weights, of which a graph knows no more than the addresses
         self._buffers, self._codec = buffers, codec
         self._vocab_size = buffers.seen.shape[1]
-        self._buckets = buckets_up_to(len(buffers.packed))
+        self._buckets = buckets_up_to(len(buffers.packed))[-1 if one_bucket else 0 :]
         self._staging = [_Staging.beside(buffers) for _ in range(2)]
         self._spare = pack_spare(len(buffers.packed), slots)
         # The largest first: the others then live in the memory that it has taken.
@@ -195,7 +205,14 @@ class _Captured:
 
 
 def graph_frames(
-    decoder: Decoder, predictor: CodePredictor, codec: Codec, *, slots: int, overlaps: bool, kernels: bool
+    decoder: Decoder,
+    predictor: CodePredictor,
+    codec: Codec,
+    *,
+    slots: int,
+    overlaps: bool,
+    kernels: bool,
+    one_bucket: bool,
 ) -> GraphFrames:
     """Frames of `slots` sessions through a decoder that has one slot more, and a cleared cache.
 
@@ -211,7 +228,7 @@ def graph_frames(
         dtype=decoder.dtype,
     )
     program = _program_class(decoder, predictor, kernels)(buffers, decoder, predictor, codec)
-    return GraphFrames(program, buffers, codec, slots=slots, overlaps=overlaps)
+    return GraphFrames(program, buffers, codec, slots=slots, overlaps=overlaps, one_bucket=one_bucket)
 
 
 def _program_class(decoder: Decoder, predictor: CodePredictor, kernels: bool) -> Any:

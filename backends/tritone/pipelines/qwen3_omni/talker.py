@@ -58,6 +58,7 @@ class TalkerOptions(SlotOptions):
     cuda_graphs: bool = True
     kernels: bool = True  # in kernels of our own; else in plain torch
     overlap: bool = True
+    batch_invariant: bool = False  # always the kernels of the largest batch: codes never depend on the load
 
 
 @dataclass(eq=False, kw_only=True)
@@ -179,6 +180,7 @@ class Talker(SlotEngine[_Session]):
                 slots=options.max_slots,
                 overlaps=options.overlap,
                 kernels=options.kernels,
+                one_bucket=options.batch_invariant,
             )
         self._launched: deque[_Launched] = deque()
         self._counts["codec_frames"] = 0
