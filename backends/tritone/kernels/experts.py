@@ -306,7 +306,8 @@ class Experts:
         _active_down[(triton.cdiv(self._hidden, down.width), PARTS)](
             self._inners, weights.down, self._active, self._of_part, self._counts, self._partials, rows,
             self._hidden, self._inner, height, down.width,
-            min(down.depth, triton.next_power_of_2(self._inner)), self._bins // PARTS, down.stages, num_warps=down.warps, **launch,
+            min(down.depth, triton.next_power_of_2(self._inner)), self._bins // PARTS,
+            down.stages, num_warps=down.warps, **launch,
         )  # fmt: skip
 
 

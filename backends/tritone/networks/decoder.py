@@ -236,23 +236,31 @@ class Decoder:
         return Forward(hidden, hidden if tap == len(self._layers) else tapped)
 
     @torch.inference_mode()
-    def step(self, rows: Tensor, slots: Tensor, places: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [N, H] of rows [N, H] of different slots, like `forward`, but no shape and no
-        launch depends on where the rows are: what a CUDA graph can hold. Attention reads the whole context.
+    def step(self, rows: Tensor, slots: Tensor, places: Tensor, ends: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [N, H] of rows [N, H], like `forward`, but no shape and no launch depends on where
+        the rows are: what a CUDA graph can hold. Attention reads the whole context of a slot.
 
-        slots, places: int64 [N], on the device. positions: float32 [N]. Earlier rows are in the cache.
+        On the device, int64: slots [P]; places [P, N / P], of their rows; ends [P], how many rows a slot has
+        then. positions: float32 [N], or [3, N] for a decoder with multimodal RoPE.
         """
-        config = self.config
-        cos, sin = self.rotary(positions if self.rotary.is_plain else positions.expand(3, -1))
+        config, of_slot = self.config, places.shape[1]
+        cos, sin = self.rotary(positions)
         context = torch.arange(self.cache.shape[-2], device=self.device)
-        mask = (context <= places.unsqueeze(1))[:, None, None]  # [N, 1, 1, context]
+        unknown = (context >= ends.unsqueeze(1))[:, None, :, None]  # [P, 1, context, 1]
+        group = config.num_heads // config.num_kv_heads
+        # The query heads that share a key head attend as that head's rows.
+        mask = (context <= places.unsqueeze(2)).repeat_interleave(group, dim=1).unsqueeze(1)
+        flat_slots, flat_places = slots.unsqueeze(1).expand_as(places).flatten(), places.flatten()
         for layer, cache in zip(self._layers, self.cache, strict=True):
             query, key_value = layer.project(rows, cos, sin)
-            cache.permute(1, 3, 0, 2, 4)[slots, places] = key_value
+            cache.permute(1, 3, 0, 2, 4)[flat_slots, flat_places] = key_value
             # A weight of 0 does not silence what is not a number.
-            key, value = cache[:, slots].masked_fill_(~mask.transpose(-1, -2), 0.0).unbind(0)
-            piece = query.view(len(rows), config.num_kv_heads, -1, config.head_dim)
+            key, value = cache[:, slots].masked_fill_(unknown, 0.0).unbind(0)
+            shape = (len(slots), of_slot, config.num_kv_heads, group, config.head_dim)
+            piece = query.reshape(shape).transpose(1, 2).flatten(2, 3)  # [P, kv_heads, rows · group, D]
             attended = F.scaled_dot_product_attention(piece, key, value, attn_mask=mask)
+            shape = (len(slots), config.num_kv_heads, of_slot, -1)
+            attended = attended.reshape(shape).transpose(1, 2)
             rows = layer.finish(rows, attended.reshape(len(rows), -1))
         return rms_norm(rows, self._norm, config.norm_eps)
 

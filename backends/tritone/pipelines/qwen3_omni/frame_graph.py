@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritone.engines.cuda_graphs import CudaGraphs
 from tritone.engines.sampler import gumbel_of_all, gumbel_of_frame
 from tritone.engines.static_draw import DrawSettings, draw, penalise
 from tritone.networks.decoder import Decoder
@@ -50,7 +51,11 @@ class PlainProgram:
         slots = column("slot").long()
         begins = column("begins").bool().unsqueeze(-1)
         inputs = buffers.text[:rows] + buffers.spoken[slots].masked_fill(begins, 0.0)
-        hidden = self._decoder.step(inputs, slots, column("place").long(), column("position"))
+        places = column("place").long()
+        positions = column("position")
+        if not self._decoder.rotary.is_plain:
+            positions = positions.expand(3, -1)
+        hidden = self._decoder.step(inputs, slots, places.unsqueeze(1), places + 1, positions)
         logits = self._decoder.logits(hidden).float()
         wrong = logits.isnan().any(-1)
         firsts = self._draw_first(logits, slots, rows)
@@ -119,7 +124,7 @@ class GraphFrames(Frames):
         self._staging = [_Staging.beside(buffers) for _ in range(2)]
         self._spare = pack_spare(len(buffers.packed), slots)
         # The largest first: the others then live in the memory that it has taken.
-        captured = _Captured(buffers.packed.device)
+        captured = CudaGraphs(buffers.packed.device)
         self._replays = {rows: captured(partial(program, rows)) for rows in reversed(self._buckets)}
 
     def begin(self, slot: int) -> None:
@@ -173,35 +178,6 @@ class _Flying(Flight):
             self._staging.done.synchronize()
         frames: Array = self._staging.frames[: self._count].numpy().copy()
         return frames
-
-
-class _Captured:
-    """Makes graphs whose intermediate results share memory: they never run at the same time."""
-
-    _WARM_UPS = 2
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-
-    def __call__(self, program: Callable[[], None]) -> Callable[[], None]:
-        """What launches the program; it has run before, since first calls allocate and compile."""
-        if self._pool is None:
-            program()
-            return program
-        with torch.cuda.device(self._device):
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(self._WARM_UPS):
-                    program()
-            torch.cuda.current_stream().wait_stream(side)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                program()
-        replay: Callable[[], None] = graph.replay
-        return replay
 
 
 def graph_frames(

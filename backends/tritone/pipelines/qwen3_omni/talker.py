@@ -128,6 +128,7 @@ class Talker(SlotEngine[_Session]):
         from tritone.pipelines.qwen3_omni.frame import NOT_A_NUMBER, Codec, EagerFrames, FrameRow, Frames
         from tritone.pipelines.qwen3_omni.frame_graph import buckets_up_to, graph_frames
         from tritone.pipelines.qwen3_omni.positions import PromptPositions, positions_of
+        from tritone.pipelines.qwen3_omni.prompt_graph import PromptGraphs
         from tritone.pipelines.qwen3_omni.speech_inputs import SpeechInputs
 
         config = OmniConfig.read(placement.checkpoint)
@@ -172,7 +173,9 @@ class Talker(SlotEngine[_Session]):
         codec = Codec(silenced, config.codec.eos, residual)
         self._frame_row, self._not_a_number = FrameRow, NOT_A_NUMBER
         self._frames: Frames = EagerFrames(decoder, predictor, codec)
+        self._prompts: PromptGraphs | None = None
         if graphs:
+            self._prompts = PromptGraphs(decoder, options.prefill_chunk_tokens)
             self._frames = graph_frames(
                 decoder,
                 predictor,
@@ -313,9 +316,14 @@ class Talker(SlotEngine[_Session]):
             return
         most = self._slot_options.prefill_chunk_tokens
         spans = [self._span(s.held.index, s.held.filled, min(s.unread, most)) for s in sessions]
-        rows = self._joined([self._rows(s, span) for s, span in zip(sessions, spans, strict=True)])
-        positions = self._positions_of([session.positions for session in sessions], spans)
-        self._decoder.forward(rows, spans, positions=positions)
+        rows = [self._rows(s, span) for s, span in zip(sessions, spans, strict=True)]
+        prompts = [session.positions for session in sessions]
+        if self._prompts is None:
+            positions = self._positions_of(prompts, spans)
+            self._decoder.forward(self._joined(rows), spans, positions=positions)
+        else:
+            for piece, span, prompt in zip(rows, spans, prompts, strict=True):
+                self._prompts.read(piece, span, self._positions_of([prompt], [span]))
         for session, span in zip(sessions, spans, strict=True):
             session.held.filled = span.end
 
