@@ -16,7 +16,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from tritone.engines.base import Delta, Engine
 from tritone.engines.slots import Slot, Slots
@@ -103,6 +103,8 @@ S = TypeVar("S", bound=SlotSession)
 class SlotEngine(Engine, Generic[S]):
     """Sessions, their queue and their slots. `_decoder` runs the rows."""
 
+    _reads_in_turn: ClassVar[bool] = True  # one prompt after the other
+
     def __init__(self, options: SlotOptions, decoder: Decoder, reuse: bool) -> None:
         """reuse: start a prompt from what a slot remembers of one that begins with the same keys."""
         import torch
@@ -164,7 +166,7 @@ class SlotEngine(Engine, Generic[S]):
             assert session is self._sessions[session.id] and session.slot is owners[session.id]
             assert session.held.tokens is session.keys
             assert session.pending >= 0 and len(session.keys) <= self._slot_options.max_context_tokens
-        assert sum(session.pending > 1 for session in self._running.values()) <= 1
+        assert not self._reads_in_turn or sum(s.pending > 1 for s in self._running.values()) <= 1
         for session in self._waiting:
             assert session is self._sessions[session.id] and session.slot is None and session.keys
 
@@ -215,12 +217,19 @@ class SlotEngine(Engine, Generic[S]):
             self.step()
         self._counts = dict.fromkeys(self._counts, 0)
 
+    def _may_begin(self) -> bool:
+        """Whether one more prompt is to be read now."""
+        if self._reads_in_turn:
+            return all(s.pending <= 1 for s in self._running.values())
+        unread = sum(max(0, s.pending - 1) for s in self._running.values())
+        return unread < self._slot_options.prefill_chunk_tokens
+
     # -- inside a step --------------------------------------------------------------------------------------
 
     def _start_waiting(self) -> list[Delta]:
         """Give slots to those who wait, until one of them has a prompt to read."""
         deltas: list[Delta] = []
-        while self._waiting and self._slots.free and all(s.pending <= 1 for s in self._running.values()):
+        while self._waiting and self._slots.free and self._may_begin():
             session = self._waiting.popleft()
             session.slot, source = self._slots.take(session.id, session.keys, self._reusable(session))
             session.cached_tokens = session.slot.filled

@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--frames", type=int, default=100)
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--profile", action="store_true", help="what the device does in one prompt")
-    parser.add_argument("--prefill", type=int, default=128, help="prompt tokens a step")
+    parser.add_argument("--prefill", type=int, default=256, help="prompt tokens a step")
     arguments = parser.parse_args(argv)
     sizes = [int(size) for size in arguments.sessions.split(",")]
     weights.Weights = lambda folder: DummyWeights(folder, DEVICE, torch.bfloat16)  # type: ignore

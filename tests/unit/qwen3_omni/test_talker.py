@@ -152,6 +152,22 @@ def test_a_prompt_is_read_before_there_is_a_word_to_speak(make_talker: MakeTalke
     assert answer.last is not None and answer.last.usage["prompt_tokens"] == len(outputs["prompt_ids"]) + 9
 
 
+def test_short_prompts_are_read_together_and_within_the_limit(make_talker: MakeTalker) -> None:
+    talker = make_talker(prefill_chunk_tokens=48)
+    expected = speak(talker, told(talker)).frames
+    rows = len(told(talker)["prompt_ids"]) + 8  # and the last one, which draws
+    assert 2 * rows <= 48 < 3 * rows
+    for i in range(5):
+        talker.push(start(talker, str(i)).id, told(talker), last=True)
+    answers = Answers()
+    for step, begun in enumerate((2, 4, 5)):
+        run(talker, answers, steps=1)
+        assert len(answers) == begun, step
+    answers = run(talker, answers)
+    assert all(answer.frames == expected for answer in answers.values())
+    assert_nothing_left(talker)
+
+
 # -- codes are a request's own ------------------------------------------------------------------------------
 
 

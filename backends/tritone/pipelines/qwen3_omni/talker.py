@@ -8,8 +8,8 @@ A row is known as soon as what it is made of has come, so the prompt is read whi
 its own, and frame k waits for token k + 2 and for nothing else. After the last token come one row "text
 ended" and then rows of padding, until the codec's end sign.
 
-A step reads a piece of one prompt and makes a frame for every session that has a row for one. Where frames
-may overlap (frame.py), a step launches frame k + 1 and tells frame k, whose delivery then costs no time.
+A step reads pieces of prompts and makes a frame for every session that has a row for one. Where frames may
+overlap (frame.py), a step launches frame k + 1 and tells frame k, whose delivery then costs no time.
 
 Reference: `generate` of Qwen3OmniMoeForConditionalGeneration and Qwen3OmniMoeTalkerForConditionalGeneration,
 whose limit it shares: the token at `max_tokens` gets no frame.
@@ -119,6 +119,7 @@ class Talker(SlotEngine[_Session]):
     """
 
     Options = TalkerOptions
+    _reads_in_turn = False  # nothing is shared between prompts
 
     def __init__(self, placement: Placement, options: TalkerOptions) -> None:
         torch = prepared_torch(placement)
@@ -310,12 +311,17 @@ class Talker(SlotEngine[_Session]):
         return deltas
 
     def _read_prompts(self) -> None:
-        """Run a piece of a prompt: all its rows but the last, which draws."""
-        sessions = [session for session in self._running.values() if session.unread]
+        """Run pieces of prompts: all their rows but the last, which draws."""
+        most = left = self._slot_options.prefill_chunk_tokens
+        sessions, spans = [], []
+        for session in self._running.values():
+            count = min(session.unread, most)
+            if 0 < count <= left:  # no piece is cut because of another: a short one costs nearly as much
+                sessions.append(session)
+                spans.append(self._span(session.held.index, session.held.filled, count))
+                left -= count
         if not sessions:
             return
-        most = self._slot_options.prefill_chunk_tokens
-        spans = [self._span(s.held.index, s.held.filled, min(s.unread, most)) for s in sessions]
         rows = [self._rows(s, span) for s, span in zip(sessions, spans, strict=True)]
         prompts = [session.positions for session in sessions]
         if self._prompts is None:
