@@ -259,8 +259,8 @@ class Decoder:
             shape = (len(slots), of_slot, config.num_kv_heads, group, config.head_dim)
             piece = query.reshape(shape).transpose(1, 2).flatten(2, 3)  # [P, kv_heads, rows · group, D]
             attended = F.scaled_dot_product_attention(piece, key, value, attn_mask=mask)
-            shape = (len(slots), config.num_kv_heads, of_slot, -1)
-            attended = attended.reshape(shape).transpose(1, 2)
+            by_row = (len(slots), config.num_kv_heads, of_slot, -1)
+            attended = attended.reshape(by_row).transpose(1, 2)
             rows = layer.finish(rows, attended.reshape(len(rows), -1))
         return rms_norm(rows, self._norm, config.norm_eps)
 

@@ -4,7 +4,8 @@
 
 DIR holds the config.json of a full-size model (`build/qwen3_omni_real_size.py DIR` writes one). For each
 program and number of rows: milliseconds a frame by CUDA events (median), whether a replay gives bit by bit
-what a call gives and, with --exact, how far the scores are from those of float32.
+what a call gives and, with --exact, how far the scores are from those of float32. Exit status 1 if a replay
+differs, or if the kernels are too far off.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ DEVICE = "cuda:0"
 SAMPLED = Sampling(temperature=0.9, top_k=50, repetition_penalty=1.05, seed=3)
 RESIDUAL = Sampling(temperature=1.0, top_k=50, top_p=0.8)
 REPLAYS, WARM_UPS = 40, 5
+FURTHEST = 1.5  # times as far from float32 as plain torch is, kernels fail
 
 
 class Model:
@@ -147,8 +149,9 @@ def state_of(model: Model) -> list[torch.Tensor]:
     return [model.decoder.cache, model.buffers.seen, model.buffers.spoken]
 
 
-def compare(model: Model, exact: Model, program: KernelProgram, rows: int) -> str:
-    """How far scores are from those of plain torch in float32: of the kernels, and of plain torch."""
+def compare(model: Model, exact: Model, program: KernelProgram, rows: int) -> tuple[str, bool]:
+    """How far scores are from those of plain torch in float32, of the kernels and of plain torch; whether
+    the kernels are near enough."""
     before = [tensor.clone() for tensor in state_of(model)]
 
     def reset() -> None:
@@ -178,10 +181,12 @@ def compare(model: Model, exact: Model, program: KernelProgram, rows: int) -> st
     def worst(scores: list[torch.Tensor]) -> float:
         return max(error(scores, number) for number in range(1, len(right)))
 
-    return (
+    near = error(made, 0) <= FURTHEST * error(plain, 0) and worst(made) <= FURTHEST * worst(plain)
+    told = (
         f"scores against float32: code 0 {error(made, 0):.4f} (plain {error(plain, 0):.4f}), "
         f"worst residual {worst(made):.4f} (plain {worst(plain):.4f})"
     )
+    return told, near
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -196,6 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--exact", action="store_true", help="compare with float32 too")
     arguments = parser.parse_args(argv)
     sizes = [int(size) for size in arguments.rows.split(",")]
+    status = False
     programs: dict[str, Any] = {"kernels": KernelProgram, "plain": PlainProgram}
     with torch.inference_mode():
         model = Model(arguments.folder, torch.bfloat16, max(sizes), arguments.context)
@@ -222,8 +228,11 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{name} rows {rows:2d}: {spent:.2f} ms, replay equals call: {same}", flush=True)
                 if exact is not None and name == "kernels":
                     frames.launch(launched).frames()
-                    print("   ", compare(model, exact, frames._program, rows), flush=True)
-    return 0
+                    told, near = compare(model, exact, frames._program, rows)
+                    print("   ", told, flush=True)
+                    status |= not near
+                status |= not same
+    return int(status)
 
 
 if __name__ == "__main__":
