@@ -34,6 +34,7 @@ from torch import Tensor
 from tritone.errors import ConfigError
 from tritone.networks.experts import ExpertsConfig, MixtureOfExperts
 from tritone.networks.layer_weights import LayerWeights, MlpWeights
+from tritone.networks.linear import Linear
 from tritone.networks.rotary import Rotary, refuse, rope_parameters
 from tritone.networks.transfer import on_device
 from tritone.networks.weights import Weights
@@ -330,30 +331,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], None, eps) * weight
 
 
-class Linear:
-    """`y = x Wᵀ + b`, with the weight in the layout that the device multiplies fastest."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight: [out, in]; bias: [out]."""
-        self._weight, self._bias = weight, bias
-        self._packed = _can_pack(weight)
-        if self._packed:
-            # Small batches run about a third faster: a plain weight is packed anew in every call.
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-
-    @property
-    def weight(self) -> Tensor:
-        """[out, in]; it was not packed, and there is no bias."""
-        assert not self._packed and self._bias is None
-        return self._weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return y
-        return F.linear(x, self._weight, self._bias)
-
-
 class GatedMLP:
     """`down(silu(gate(x)) · up(x))`; gate and up are one matrix."""
 
@@ -458,9 +435,6 @@ class _Block(NamedTuple):
         into.copy_(key_value.view(self.slots, self.rows, *key_value.shape[1:]).permute(2, 0, 3, 1, 4))
 
 
-_PACKED_FOR_ROWS = 8  # batch size that the packed layout is chosen for; others work as well
-_PACKED_FROM = 1 << 18  # elements; the call on a packed weight costs more than it saves on a smaller one
-
 _FAMILIES: dict[str, Callable[[bool], dict[str, bool]]] = {
     "llama": lambda bias: {"qkv_bias": bias, "output_bias": bias, "qk_norm": False},
     "qwen2": lambda bias: {"qkv_bias": True, "output_bias": False, "qk_norm": False},
@@ -468,17 +442,6 @@ _FAMILIES: dict[str, Callable[[bool], dict[str, bool]]] = {
     "qwen3_moe": lambda bias: {"qkv_bias": bias, "output_bias": bias, "qk_norm": True},
 }
 _WITH_EXPERTS = {"qwen3_moe"}
-
-
-def _can_pack(weight: Tensor) -> bool:
-    return (
-        weight.numel() >= _PACKED_FROM
-        and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
 
 
 def _blocks(spans: Sequence[Span]) -> list[_Block]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritone.networks.decoder import Decoder, DecoderConfig, Linear, Span
+from tritone.networks.decoder import Decoder, DecoderConfig, Span
+from tritone.networks.linear import Linear
 from tritone.networks.weights import Weights
 
 

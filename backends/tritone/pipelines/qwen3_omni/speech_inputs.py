@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritone.networks.decoder import Decoder, Linear
+from tritone.networks.decoder import Decoder
+from tritone.networks.linear import Linear
 from tritone.networks.transfer import on_device
 from tritone.networks.weights import Weights
 from tritone.pipelines.qwen3_omni.config import OmniConfig
