@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch
 from tritone.engines.base import Placement
 from tritone.errors import TritoneError
 from tritone.networks.weights import Weights
-from tritone.pipelines.qwen3_omni.frame_graph import buckets_up_to
+from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
+from tritone.pipelines.qwen3_omni.frame_graph import GraphFrames, PlainProgram, buckets_up_to
 from tritone.pipelines.qwen3_omni.talker import Talker, TalkerOptions
 
 from .conftest import Answer, run
@@ -179,3 +182,29 @@ def test_what_is_not_a_number_is_found_in_any_codebook(
 def assert_not_a_number(answer: Answer) -> None:
     assert answer.last is not None and isinstance(answer.last.error, TritoneError)
     assert "are not numbers" in str(answer.last.error)
+
+
+def test_one_bucket_makes_every_frame(make_graphs: MakeTalker) -> None:
+    talker = make_graphs(batch_invariant=True, max_slots=5)
+    frames = talker._frames
+    assert isinstance(frames, GraphFrames)
+    sizes: list[int] = []
+    replays = {rows: partial(sizes.append, rows) for rows in frames._replays}
+    frames._replays = {rows: _both(replays[rows], replay) for rows, replay in frames._replays.items()}
+    crowd(talker, ("greedy", "sampled", "short"))
+    assert set(sizes) == {8}
+
+
+def test_what_a_graph_reads_lives_as_long_as_it(make_graphs: MakeTalker) -> None:
+    frames = make_graphs()._frames
+    gc.collect()
+    assert isinstance(frames, GraphFrames) and isinstance(frames._program, PlainProgram)
+    assert isinstance(frames._program._predictor, CodePredictor)
+
+
+def _both(note: Callable[[], None], replay: Callable[[], None]) -> Callable[[], None]:
+    def called() -> None:
+        note()
+        replay()
+
+    return called
