@@ -113,7 +113,7 @@ class Draw:
             among = scaled[self._nucleus]
             best = among.topk(min(NUCLEUS_WIDTH, vocabulary))
             some = self._nucleus_filters
-            scores = _top_p(best.values, among.logsumexp(-1, keepdim=True), some.top_p)
+            scores = keep_top_p(best.values, among.logsumexp(-1, keepdim=True), some.top_p)
             tokens[self._nucleus] = self._draw_ranked(scores, best.indices, some, self._nucleus, codebook)
             # Where even the last of the best is in the nucleus, others may be too.
             lasts = scores[:, -1].tolist()
@@ -125,7 +125,7 @@ class Draw:
     def _draw_limited(self, scaled: Tensor, limited: _Limited, codebook: int) -> Tensor:
         """Draw, int64 [K], for rows with the same top-k; scaled: [K, V]."""
         best = scaled.topk(limited.top_k)
-        scores = _top_p(best.values, best.values.logsumexp(-1, keepdim=True), limited.filters.top_p)
+        scores = keep_top_p(best.values, best.values.logsumexp(-1, keepdim=True), limited.filters.top_p)
         return self._draw_ranked(scores, best.indices, limited.filters, limited.rows, codebook)
 
     def _draw_ranked(
@@ -152,7 +152,9 @@ def gumbel_of_all(vocabulary: int, seeds: Tensor, positions: Tensor, codebook: i
     return _as_gumbel(_words(blocks, seeds, positions, codebook).flatten(1)[:, :vocabulary])
 
 
-def gumbel_of_frame(vocabulary: int, seeds: Tensor, positions: Tensor, codebooks: Sequence[int]) -> Tensor:
+def gumbel_of_frame(
+    vocabulary: int, seeds: Tensor, positions: Tensor, codebooks: Sequence[int] | Tensor
+) -> Tensor:
     """`gumbel_of_all` for several codebooks at once, float64 [B, codebooks, V]."""
     batch, number = len(seeds), len(codebooks)
     blocks = torch.arange((vocabulary + 3) // 4, device=seeds.device)
@@ -160,7 +162,7 @@ def gumbel_of_frame(vocabulary: int, seeds: Tensor, positions: Tensor, codebooks
     counter = (
         blocks.expand(shape),
         positions[:, None, None].expand(shape),
-        torch.tensor(codebooks, device=seeds.device)[:, None].expand(shape),
+        torch.as_tensor(codebooks, device=seeds.device)[:, None].expand(shape),
         torch.zeros((), dtype=torch.int64, device=seeds.device).expand(shape),
     )
     key = ((seeds & _LOW)[:, None, None], ((seeds >> 32) & _LOW)[:, None, None])
@@ -212,14 +214,14 @@ def _draw_whole(scaled: Tensor, filters: _Filters, codebook: int) -> Tensor:
     """Draw, int64 [B], among all tokens that top-p leaves of scaled logits [B, V]."""
     if (filters.top_p < 1.0).any():
         ranked = scaled.sort(descending=True).values
-        kept = _top_p(ranked, ranked.logsumexp(-1, keepdim=True), filters.top_p)
+        kept = keep_top_p(ranked, ranked.logsumexp(-1, keepdim=True), filters.top_p)
         least = kept.masked_fill(kept == -math.inf, math.inf).amin(-1, keepdim=True)
         scaled = scaled.masked_fill(scaled < least, -math.inf)
     noise = gumbel_of_all(scaled.shape[-1], filters.seeds, filters.positions, codebook)
     return (noise + scaled).argmax(-1)
 
 
-def _top_p(scores: Tensor, log_total: Tensor, top_p: Tensor) -> Tensor:
+def keep_top_p(scores: Tensor, log_total: Tensor, top_p: Tensor) -> Tensor:
     """Scores [B, K], in falling order, without those that begin beyond the mass `top_p` of exp(log_total)."""
     mass = (scores - log_total).exp().cumsum(-1)
     before = F.pad(mass[:, :-1], (1, 0))

@@ -2,12 +2,12 @@
 
     session ─► [prompt becomes known] ─► waits ─► gets a slot ─► prompt, in pieces ─► a draw a step ─► done
 
-One step is one forward pass: the next row of every session that has one, together with a piece of the one
-prompt that is being read. Running streams therefore keep their pace while others arrive, and two prompts
-with the same beginning are read one after the other, so that the second finds the beginning done.
+One step is the next row of every session that has one, together with a piece of the one prompt that is being
+read. Running streams therefore keep their pace while others arrive, and two prompts with the same beginning
+are read one after the other, so that the second finds the beginning done.
 
 A *row* is one position of a sequence: a token of text, a code frame, a patch of a picture. Subclasses say
-what the rows of a session are, and what is drawn from the hidden state of its last one.
+what the rows of a session are, how they are run, and what is drawn from them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from tritone.engines.base import PREFILL, QUEUED, Delta, Engine
 from tritone.engines.slots import Slot, Slots
@@ -104,6 +103,8 @@ S = TypeVar("S", bound=SlotSession)
 class SlotEngine(Engine, Generic[S]):
     """Sessions, their queue and their slots. `_decoder` runs the rows."""
 
+    _reads_in_turn: ClassVar[bool] = True  # one prompt after the other
+
     def __init__(self, options: SlotOptions, decoder: Decoder, reuse: bool) -> None:
         """reuse: start a prompt from what a slot remembers of one that begins with the same keys."""
         import torch
@@ -167,7 +168,7 @@ class SlotEngine(Engine, Generic[S]):
             assert session is self._sessions[session.id] and session.slot is owners[session.id]
             assert session.held.tokens is session.keys
             assert session.pending >= 0 and len(session.keys) <= self._slot_options.max_context_tokens
-        assert sum(session.pending > 1 for session in self._running.values()) <= 1
+        assert not self._reads_in_turn or sum(s.pending > 1 for s in self._running.values()) <= 1
         for session in self._waiting:
             assert session is self._sessions[session.id] and session.slot is None and session.keys
 
@@ -178,12 +179,8 @@ class SlotEngine(Engine, Generic[S]):
         """Input rows [span.count, H] of a session."""
 
     @abstractmethod
-    def _draw(self, due: Sequence[S], hidden: Tensor) -> list[Delta]:
-        """Draw from the hidden states [len(due), H] of sessions whose known rows are all computed."""
-
-    def _is_due(self, session: S) -> bool:
-        """Whether something is to be drawn once all known rows of the session are computed."""
-        return True
+    def _advance(self) -> list[Delta]:
+        """Run what is pending, a bounded piece of it; what came out."""
 
     def _reusable(self, session: S) -> int:
         """How many rows at the beginning of a session may be copied instead of computed."""
@@ -192,11 +189,6 @@ class SlotEngine(Engine, Generic[S]):
     def _begun(self, session: S) -> list[Delta]:
         """What there is to say when a session gets its slot."""
         return []
-
-    def _pass(self, sessions: Sequence[S], spans: Sequence[Span]) -> Tensor:
-        """Run the rows of the spans; hidden states [N, H]."""
-        rows = self._joined([self._rows(s, span) for s, span in zip(sessions, spans, strict=True)])
-        return self._decoder.forward(rows, spans).hidden
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         return parts[0] if len(parts) == 1 else self._join(parts)
@@ -228,12 +220,19 @@ class SlotEngine(Engine, Generic[S]):
             self.step()
         self._counts = dict.fromkeys(self._counts, 0)
 
+    def _may_begin(self) -> bool:
+        """Whether one more prompt is to be read now."""
+        if self._reads_in_turn:
+            return all(s.pending <= 1 for s in self._running.values())
+        unread = sum(max(0, s.pending - 1) for s in self._running.values())
+        return unread < self._slot_options.prefill_chunk_tokens
+
     # -- inside a step --------------------------------------------------------------------------------------
 
     def _start_waiting(self) -> list[Delta]:
         """Give slots to those who wait, until one of them has a prompt to read."""
         deltas: list[Delta] = []
-        while self._waiting and self._slots.free and all(s.pending <= 1 for s in self._running.values()):
+        while self._waiting and self._slots.free and self._may_begin():
             session = self._waiting.popleft()
             session.slot, source = self._slots.take(session.id, session.keys, self._reusable(session))
             session.cached_tokens = session.slot.filled
@@ -246,21 +245,3 @@ class SlotEngine(Engine, Generic[S]):
             self._counts["cached_tokens"] += session.cached_tokens
             deltas += self._begun(session)
         return deltas
-
-    def _advance(self) -> list[Delta]:
-        """Run one forward pass over what is pending, and draw for the sessions that are due."""
-        sessions = [session for session in self._running.values() if session.pending]
-        if not sessions:
-            return []
-        most = self._slot_options.prefill_chunk_tokens
-        spans = [self._span(s.held.index, s.held.filled, min(s.pending, most)) for s in sessions]
-        hidden = self._pass(sessions, spans)
-        due: dict[int, S] = {}  # by its last row
-        row = -1
-        for session, span in zip(sessions, spans, strict=True):
-            row += span.count
-            session.held.filled = span.end
-            if not session.pending and self._is_due(session):
-                due[row] = session
-        self._counts["steps"] += 1
-        return self._draw(list(due.values()), hidden[list(due)]) if due else []

@@ -111,6 +111,29 @@ class TextEngine(SlotEngine[T], Generic[T]):
 
     # -- inside a step --------------------------------------------------------------------------------------
 
+    def _advance(self) -> list[Delta]:
+        """Run one forward pass over what is pending, and draw for the sessions that are due."""
+        sessions = [session for session in self._running.values() if session.pending]
+        if not sessions:
+            return []
+        most = self._slot_options.prefill_chunk_tokens
+        spans = [self._span(s.held.index, s.held.filled, min(s.pending, most)) for s in sessions]
+        hidden = self._pass(sessions, spans)
+        due: dict[int, T] = {}  # by its last row
+        row = -1
+        for session, span in zip(sessions, spans, strict=True):
+            row += span.count
+            session.held.filled = span.end
+            if not session.pending:
+                due[row] = session
+        self._counts["steps"] += 1
+        return self._draw(list(due.values()), hidden[list(due)]) if due else []
+
+    def _pass(self, sessions: Sequence[T], spans: Sequence[Span]) -> Tensor:
+        """Run the rows of the spans; hidden states [N, H]."""
+        rows = self._joined([self._rows(s, span) for s, span in zip(sessions, spans, strict=True)])
+        return self._decoder.forward(rows, spans).hidden
+
     def _rows(self, session: T, span: Span) -> Tensor:
         return self._decoder.embed(session.tokens[span.start : span.end])
 

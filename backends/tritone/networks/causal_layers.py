@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritone.errors import ConfigError
-from tritone.networks.decoder import Linear
+from tritone.networks.linear import Linear
 from tritone.networks.weights import Weights
 
 _SNAKE_EPSILON = 1e-9

@@ -33,7 +33,10 @@ from torch import Tensor
 
 from tritone.errors import ConfigError
 from tritone.networks.experts import ExpertsConfig, MixtureOfExperts
+from tritone.networks.layer_weights import LayerWeights, MlpWeights
+from tritone.networks.linear import Linear
 from tritone.networks.rotary import Rotary, refuse, rope_parameters
+from tritone.networks.transfer import on_device
 from tritone.networks.weights import Weights
 
 
@@ -136,9 +139,11 @@ class Decoder:
         prefix: str = "model.",
         embedding: str | None = "embed_tokens.weight",
         head: str | None = "lm_head.weight",
+        cleared: bool = False,
     ) -> None:
         """Load the weights and set the cache aside; ConfigError if a weight is missing.
 
+        cleared: the cache holds zeros: `step` reads what is not filled, though it counts for nothing.
         prefix: of the names of all weights but the head.
         embedding: name under `prefix`; None if rows come from outside, and `embed` is never called.
         head: full name; None if scores are computed outside, and `logits` is never called.
@@ -158,17 +163,17 @@ class Decoder:
             return MixtureOfExperts(config.experts, weights, name, self.device, dtype, shared)
 
         with torch.inference_mode():
-            self._embedding = load(f"{prefix}{embedding}") if embedding is not None else None  # [V, H]
+            self.embedding = load(f"{prefix}{embedding}") if embedding is not None else None  # [V, H]
             self._layers = [
                 _Layer(config, load, f"{prefix}layers.{i}.", mlp(i)) for i in range(config.num_layers)
             ]
             self._norm = load(f"{prefix}norm.weight")  # [H]
-            self._head = self._load_head(load, head)
-            self._rotary = Rotary(config.rope, config.head_dim, self.device, dtype)
+            self.head = self._load_head(load, head)
+            self.rotary = Rotary(config.rope, config.head_dim, self.device, dtype)
             # For the rows whose position is their place: looked up faster than computed.
-            self._turns = self._rotary(torch.arange(context_tokens, device=self.device))
-            # Not cleared, so that memory is taken only as slots fill; what lies beyond is never read.
-            self.cache = torch.empty(
+            self._turns = self.rotary(torch.arange(context_tokens, device=self.device))
+            # Mostly not cleared, so that memory is taken only as slots fill; what lies beyond is never read.
+            self.cache = (torch.zeros if cleared else torch.empty)(
                 (config.num_layers, 2, slots, config.num_kv_heads, context_tokens, config.head_dim),
                 device=self.device,
                 dtype=dtype,
@@ -177,8 +182,10 @@ class Decoder:
     @torch.inference_mode()
     def embed(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Input rows [N, H] of token ids, integers or int64 [N]."""
-        assert self._embedding is not None, "the rows of this decoder come from outside"
-        return self._embedding[torch.as_tensor(tokens, dtype=torch.int64, device=self.device)]
+        assert self.embedding is not None, "the rows of this decoder come from outside"
+        if not isinstance(tokens, Tensor):
+            tokens = on_device(tokens, torch.int64, self.device)
+        return self.embedding[tokens.to(self.device, torch.int64)]
 
     @torch.inference_mode()
     def forward(
@@ -207,7 +214,7 @@ class Decoder:
         block = blocks[0] if len(blocks) == 1 else None
         slots, places = self._places(spans) if block is None else (None, None)
         if positions is not None:
-            cos, sin = self._rotary(positions.to(self.device))
+            cos, sin = self.rotary(positions.to(self.device, non_blocking=True))
         elif block is None:
             cos, sin = (table[places] for table in self._turns)
         else:
@@ -230,28 +237,62 @@ class Decoder:
         return Forward(hidden, hidden if tap == len(self._layers) else tapped)
 
     @torch.inference_mode()
+    def step(self, rows: Tensor, slots: Tensor, places: Tensor, ends: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [N, H] of rows [N, H], like `forward`, but no shape and no launch depends on where
+        the rows are: what a CUDA graph can hold. Attention reads the whole context of a slot.
+
+        On the device, int64: slots [P]; places [P, N / P], of their rows; ends [P], how many rows a slot has
+        then. positions: float32 [N], or [3, N] for a decoder with multimodal RoPE.
+        """
+        config, of_slot = self.config, places.shape[1]
+        cos, sin = self.rotary(positions)
+        context = torch.arange(self.cache.shape[-2], device=self.device)
+        unknown = (context >= ends.unsqueeze(1))[:, None, :, None]  # [P, 1, context, 1]
+        group = config.num_heads // config.num_kv_heads
+        # The query heads that share a key head attend as that head's rows.
+        mask = (context <= places.unsqueeze(2)).repeat_interleave(group, dim=1).unsqueeze(1)
+        flat_slots, flat_places = slots.unsqueeze(1).expand_as(places).flatten(), places.flatten()
+        for layer, cache in zip(self._layers, self.cache, strict=True):
+            query, key_value = layer.project(rows, cos, sin)
+            cache.permute(1, 3, 0, 2, 4)[flat_slots, flat_places] = key_value
+            # A weight of 0 does not silence what is not a number.
+            key, value = cache[:, slots].masked_fill_(unknown, 0.0).unbind(0)
+            shape = (len(slots), of_slot, config.num_kv_heads, group, config.head_dim)
+            piece = query.reshape(shape).transpose(1, 2).flatten(2, 3)  # [P, kv_heads, rows · group, D]
+            attended = F.scaled_dot_product_attention(piece, key, value, attn_mask=mask)
+            by_row = (len(slots), config.num_kv_heads, of_slot, -1)
+            attended = attended.reshape(by_row).transpose(1, 2)
+            rows = layer.finish(rows, attended.reshape(len(rows), -1))
+        return rms_norm(rows, self._norm, config.norm_eps)
+
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [N, V] of the next token from hidden states [N, H]."""
-        assert self._head is not None, "this decoder has no head"
-        return self._head(hidden)
+        assert self.head is not None, "this decoder has no head"
+        return self.head(hidden)
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Give slot `target` the first `tokens` tokens of slot `source`."""
         self.cache[:, :, target, :, :tokens] = self.cache[:, :, source, :, :tokens]
 
+    @property
+    def parts(self) -> tuple[list[LayerWeights], Tensor]:
+        """Weights of the layers, and of the last norm [H]."""
+        return [layer.weights for layer in self._layers], self._norm
+
     def _load_head(self, load: Callable[[str], Tensor], name: str | None) -> Linear | None:
         if name is None:
             return None
-        if self.config.tied_head and self._embedding is not None:
-            return Linear(self._embedding)
+        if self.config.tied_head and self.embedding is not None:
+            return Linear(self.embedding)
         return Linear(load(name))
 
     def _places(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
         """Slot of every row and its place there, both int64 [N]."""
         slots = [span.slot for span in spans for _ in range(span.count)]
         places = [place for span in spans for place in range(span.start, span.end)]
-        return torch.tensor(slots, device=self.device), torch.tensor(places, device=self.device)
+        return on_device(slots, torch.int64, self.device), on_device(places, torch.int64, self.device)
 
     def _attend(
         self, query: Tensor, cache: Tensor, blocks: Sequence[_Block], masks: Sequence[Tensor | None]
@@ -290,30 +331,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], None, eps) * weight
 
 
-class Linear:
-    """`y = x Wᵀ + b`, with the weight in the layout that the device multiplies fastest."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight: [out, in]; bias: [out]."""
-        self._weight, self._bias = weight, bias
-        self._packed = _can_pack(weight)
-        if self._packed:
-            # Small batches run about a third faster: a plain weight is packed anew in every call.
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return y
-        return F.linear(x, self._weight, self._bias)
-
-
 class GatedMLP:
     """`down(silu(gate(x)) · up(x))`; gate and up are one matrix."""
 
     def __init__(self, load: Callable[[str], Tensor], prefix: str) -> None:
         self._gate_up = Linear(torch.cat([load(f"{prefix}{name}_proj.weight") for name in ("gate", "up")]))
         self._down = Linear(load(f"{prefix}down_proj.weight"))
+
+    @property
+    def weights(self) -> MlpWeights:
+        return MlpWeights(self._gate_up.weight, self._down.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up(x).chunk(2, dim=-1)
@@ -328,7 +355,7 @@ class _Layer:
         config: DecoderConfig,
         load: Callable[[str], Tensor],
         prefix: str,
-        mlp: Callable[[Tensor], Tensor],
+        mlp: GatedMLP | MixtureOfExperts,
     ) -> None:
         self._config = config
         attention = f"{prefix}self_attn."
@@ -349,6 +376,19 @@ class _Layer:
         )
         self._mlp_norm = load(f"{prefix}post_attention_layernorm.weight")
         self._mlp = mlp
+
+    @property
+    def weights(self) -> LayerWeights:
+        assert self._head_norm is not None, "kernels norm the heads"
+        return LayerWeights(
+            self._input_norm,
+            self._qkv.weight,
+            self._head_norm[0].contiguous(),
+            self._head_norm[-1].contiguous(),
+            self._output.weight,
+            self._mlp_norm,
+            self._mlp.weights,
+        )
 
     def project(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [N, H] to rotated queries [N, heads, D] and rotated keys with values [N, 2, kv_heads, D]."""
@@ -395,9 +435,6 @@ class _Block(NamedTuple):
         into.copy_(key_value.view(self.slots, self.rows, *key_value.shape[1:]).permute(2, 0, 3, 1, 4))
 
 
-_PACKED_FOR_ROWS = 8  # batch size that the packed layout is chosen for; others work as well
-_PACKED_FROM = 1 << 18  # elements; the call on a packed weight costs more than it saves on a smaller one
-
 _FAMILIES: dict[str, Callable[[bool], dict[str, bool]]] = {
     "llama": lambda bias: {"qkv_bias": bias, "output_bias": bias, "qk_norm": False},
     "qwen2": lambda bias: {"qkv_bias": True, "output_bias": False, "qk_norm": False},
@@ -405,17 +442,6 @@ _FAMILIES: dict[str, Callable[[bool], dict[str, bool]]] = {
     "qwen3_moe": lambda bias: {"qkv_bias": bias, "output_bias": bias, "qk_norm": True},
 }
 _WITH_EXPERTS = {"qwen3_moe"}
-
-
-def _can_pack(weight: Tensor) -> bool:
-    return (
-        weight.numel() >= _PACKED_FROM
-        and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
 
 
 def _blocks(spans: Sequence[Span]) -> list[_Block]:

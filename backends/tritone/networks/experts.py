@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritone.errors import ConfigError
+from tritone.networks.layer_weights import ExpertWeights
 from tritone.networks.weights import Weights
 
 
@@ -74,17 +75,27 @@ class MixtureOfExperts:
         """Load the weights under `prefix`; ConfigError if one is missing. shared: [N, H] to [N, H]."""
         self._config = config
         self._router = weights[f"{prefix}gate.weight"].to(device, dtype)  # [E, H]
-        self._gate_up, self._down = _load_experts(config, weights, f"{prefix}experts.", device, dtype)
+        self._stored = _load_experts(config, weights, prefix, device, dtype, shared is not None)
+        self._gate_up, self._down = (stack[: config.num_experts] for stack in self._stored)
         self._shared, self._shared_gate = shared, None
         if shared is not None:
             self._shared_gate = weights[f"{prefix}shared_expert_gate.weight"].to(device, dtype)  # [1, H]
 
+    @property
+    def weights(self) -> ExpertWeights:
+        config = self._config
+        return ExpertWeights(
+            self._router, *self._stored, self._shared_gate, config.num_chosen, config.renormalise
+        )
+
     def __call__(self, x: Tensor) -> Tensor:
         """Output [N, H] of rows [N, H]."""
         chosen, shares = self.route(x)
-        few = x.device.type != "cpu" and chosen.numel() <= _FEW_PAIRS
-        each = (by_pair if few else by_expert)(x, chosen, self._gate_up, self._down)  # [N, k, H]
-        out = each.mul_(shares.unsqueeze(-1)).sum(dim=1)
+        if x.device.type != "cpu" and chosen.numel() > _FEW_PAIRS:
+            out = by_all(x, chosen, shares, self._gate_up, self._down)
+        else:
+            each = by_expert if x.device.type == "cpu" else by_pair
+            out = each(x, chosen, self._gate_up, self._down).mul_(shares.unsqueeze(-1)).sum(dim=1)
         if self._shared is not None and self._shared_gate is not None:
             out += torch.sigmoid(F.linear(x, self._shared_gate)) * self._shared(x)
         return out
@@ -140,20 +151,61 @@ def by_pair(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 # On a device with launches to wait for, a pair is some twenty times cheaper than one more expert in a loop.
 _FEW_PAIRS = 256
 _COPIED_PAIRS = 64  # at a time, which bounds the memory that the copies take
+_ROWS_FOR_ALL = 256  # at a time, for the same reason
+
+
+def by_all(x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Sum [N, H] over the experts chosen for each row, weighted by their shares [N, k]: all rows go through
+    all experts, and what was not chosen is weighted with 0.
+
+    For many rows on a device: products that were not asked for cost it less than a launch for each expert,
+    no shape depends on what was chosen, and the device is never waited for.
+    """
+    weights = x.new_zeros((len(x), len(down))).scatter_(1, chosen, shares)  # [N, E]
+    sums = []
+    parts = (torch.split(rows, _ROWS_FOR_ALL) for rows in (x, weights))
+    for some, weight in zip(*parts, strict=True):
+        both = F.linear(some, gate_up.flatten(0, 1)).view(len(some), len(down), 2, -1)
+        inner = F.silu(both[:, :, 0]).mul_(both[:, :, 1]).mul_(weight.unsqueeze(-1))  # [n, E, I]
+        sums.append(torch.bmm(inner.transpose(0, 1), down.transpose(1, 2)).sum(dim=0))
+    return torch.cat(sums)
 
 
 def _load_experts(
-    config: ExpertsConfig, weights: Weights, prefix: str, device: torch.device, dtype: torch.dtype
+    config: ExpertsConfig,
+    weights: Weights,
+    prefix: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    shared: bool,
 ) -> tuple[Tensor, Tensor]:
-    """gate_up [E, 2 · I, H] and down [E, H, I], stored whole or expert by expert."""
-    if f"{prefix}gate_up_proj" in weights:
-        gate_up, down = (weights[f"{prefix}{name}_proj"].to(device, dtype) for name in ("gate_up", "down"))
-        return gate_up, down
-    inner, hidden = config.intermediate, config.hidden_size
-    gate_up = torch.empty((config.num_experts, 2 * inner, hidden), device=device, dtype=dtype)
-    down = torch.empty((config.num_experts, hidden, inner), device=device, dtype=dtype)
-    for i in range(config.num_experts):
-        gate_up[i, :inner].copy_(weights[f"{prefix}{i}.gate_proj.weight"])
-        gate_up[i, inner:].copy_(weights[f"{prefix}{i}.up_proj.weight"])
-        down[i].copy_(weights[f"{prefix}{i}.down_proj.weight"])
+    """gate_up [E + pieces, 2 · I, H] and down [E + pieces, H, I], from files with all experts or each.
+
+    shared: behind the experts stands the one that every row goes through, for kernels that take it for some
+    more of them: cut to pieces of their size, the last one filled up with zeros.
+    """
+    inner, hidden, experts = config.intermediate, config.hidden_size, config.num_experts
+    names = [f"{prefix}shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")]
+    pieces = -(-config.shared_intermediate // inner) if shared and names[0] in weights else 0
+    if f"{prefix}experts.gate_up_proj" in weights and not pieces:
+        whole = (weights[f"{prefix}experts.{name}_proj"].to(device, dtype) for name in ("gate_up", "down"))
+        return next(whole), next(whole)
+    gate_up = torch.zeros((experts + pieces, 2 * inner, hidden), device=device, dtype=dtype)
+    down = torch.zeros((experts + pieces, hidden, inner), device=device, dtype=dtype)
+    if f"{prefix}experts.gate_up_proj" in weights:
+        gate_up[:experts].copy_(weights[f"{prefix}experts.gate_up_proj"])
+        down[:experts].copy_(weights[f"{prefix}experts.down_proj"])
+    else:
+        for i in range(experts):
+            gate_up[i, :inner].copy_(weights[f"{prefix}experts.{i}.gate_proj.weight"])
+            gate_up[i, inner:].copy_(weights[f"{prefix}experts.{i}.up_proj.weight"])
+            down[i].copy_(weights[f"{prefix}experts.{i}.down_proj.weight"])
+    if pieces:
+        gate, up, out = (weights[name] for name in names)
+        for i in range(pieces):
+            part = slice(i * inner, min((i + 1) * inner, config.shared_intermediate))
+            width = part.stop - part.start
+            gate_up[experts + i, :width].copy_(gate[part])
+            gate_up[experts + i, inner : inner + width].copy_(up[part])
+            down[experts + i, :, :width].copy_(out[:, part])
     return gate_up, down

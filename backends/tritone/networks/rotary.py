@@ -26,11 +26,16 @@ class Rotary:
         """rope: as `rope_parameters` gives it."""
         frequencies = _frequencies(rope, head_dim)
         self._dtype = dtype
-        # float32 [D]; the first half turns the other way, which is where `roll` needs a minus
-        self._frequencies = torch.cat((-frequencies, frequencies)).to(device)
+        # Angle a position, float32 [D]; the first half turns the other way: there `roll` needs a minus.
+        self.frequencies = torch.cat((-frequencies, frequencies)).to(device)
         self._axes: Tensor | None = None  # int64 [D]: which of the three positions turns it
         if "mrope_section" in rope:
             self._axes = _interleaved_axes(rope["mrope_section"]).repeat(2).to(device)
+
+    @property
+    def is_plain(self) -> bool:
+        """A row has one position, not three."""
+        return self._axes is None
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each [N, 1, D], of positions [N] or [3, N]; computed in float32 whatever the dtype."""
@@ -39,7 +44,7 @@ class Rotary:
         else:
             assert self._axes is not None, "this decoder has positions of one dimension"
             turned_by = positions.float().t().index_select(1, self._axes)
-        angles = (turned_by * self._frequencies).unsqueeze(1)
+        angles = (turned_by * self.frequencies).unsqueeze(1)
         return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
 
 

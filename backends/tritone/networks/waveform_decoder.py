@@ -34,7 +34,7 @@ from torch import Tensor
 
 from tritone.errors import ConfigError
 from tritone.networks.causal_layers import Convolution, Layout, Snake, Source, Upsampling
-from tritone.networks.decoder import Linear
+from tritone.networks.linear import Linear
 from tritone.networks.weights import Weights
 
 MAX_PASS_FRAMES = 100  # of one stream in one pass: bounds the memory that a pass takes

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import save_file  # noqa: E402
 
 from tritone.errors import ConfigError  # noqa: E402
-from tritone.networks.experts import ExpertsConfig, MixtureOfExperts, by_expert, by_pair  # noqa: E402
+from tritone.networks.experts import ExpertsConfig, MixtureOfExperts, by_all, by_expert, by_pair  # noqa: E402
 from tritone.networks.weights import Weights  # noqa: E402
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 12, 5, 6, 3
@@ -136,3 +136,28 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     del stored["mlp.experts.5.up_proj.weight"]
     with pytest.raises(ConfigError, match=r"has no weight 'mlp\.experts\.5\.up_proj\.weight'"):
         build(tmp_path, stored)
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_all_rows_through_all_experts_is_the_same_sum(count: int) -> None:
+    weights, x = random_weights(), rows(count)
+    gate_up, down = (weights[f"mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
+    shares, chosen = (x @ weights["mlp.gate.weight"].T).softmax(-1).topk(CHOSEN)
+    expected = (by_expert(x, chosen, gate_up, down) * shares.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(by_all(x, chosen, shares, gate_up, down), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_shared_expert_stands_behind_the_others_in_pieces(tmp_path: Path) -> None:
+    weights, width = random_weights(), 7
+    parts = {"gate": (width, HIDDEN), "up": (width, HIDDEN), "down": (HIDDEN, width)}
+    given = {name: torch.randn(shape) for name, shape in parts.items()}
+    weights |= {f"mlp.shared_expert.{name}_proj.weight": part for name, part in given.items()}
+    stored = build(tmp_path, weights, shared_expert_intermediate_size=width).weights
+    assert len(stored.gate_up) == len(stored.down) == EXPERTS + 2
+    x = rows(3)
+    out = torch.zeros_like(x)
+    for gate_up, down in zip(stored.gate_up[EXPERTS:], stored.down[EXPERTS:], strict=True):
+        gate, up = (x @ gate_up.T).chunk(2, dim=-1)
+        out += (gate * gate.sigmoid() * up) @ down.T
+    gate, up = x @ given["gate"].T, x @ given["up"].T
+    torch.testing.assert_close(out, (gate * gate.sigmoid() * up) @ given["down"].T, atol=1e-5, rtol=1e-5)

@@ -153,7 +153,8 @@ def script(engine: Thinker | Talker, tokens: Sequence[int], after: int) -> None:
             places.append(row.position - (session.prompt_tokens if isinstance(engine, Thinker) else 0))
         return torch.tensor([tokens[place] if place < len(tokens) else after for place in places])
 
-    engine._sampler = SimpleNamespace(Row=Row, sample=sample, Draw=engine._sampler.Draw)
+    drawing = engine if isinstance(engine, Thinker) else engine._frames
+    drawing._sampler = SimpleNamespace(Row=Row, sample=sample, Draw=drawing._sampler.Draw)
 
 
 def picture(seed: int = 1, height: int = 64, width: int = 64) -> bytes:

@@ -14,6 +14,7 @@ from tritone.errors import InvalidRequest, Unavailable
 from tritone.networks.weights import Weights
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
 from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS, OmniConfig
+from tritone.pipelines.qwen3_omni.frame import FrameRow
 from tritone.pipelines.qwen3_omni.talker import LONGEST_LOOP, Talker
 from tritone.sampling import Sampling
 
@@ -149,6 +150,22 @@ def test_a_prompt_is_read_before_there_is_a_word_to_speak(make_talker: MakeTalke
     talker.push("x", {"token_ids": outputs["token_ids"][3:]}, last=True)
     answer = run(talker)["x"]
     assert answer.last is not None and answer.last.usage["prompt_tokens"] == len(outputs["prompt_ids"]) + 9
+
+
+def test_short_prompts_are_read_together_and_within_the_limit(make_talker: MakeTalker) -> None:
+    talker = make_talker(prefill_chunk_tokens=48)
+    expected = speak(talker, told(talker)).frames
+    rows = len(told(talker)["prompt_ids"]) + 8  # and the last one, which draws
+    assert 2 * rows <= 48 < 3 * rows
+    for i in range(5):
+        talker.push(start(talker, str(i)).id, told(talker), last=True)
+    answers = Answers()
+    for step, begun in enumerate((2, 4, 5)):
+        run(talker, answers, steps=1)
+        assert len(answers) == begun, step
+    answers = run(talker, answers)
+    assert all(answer.frames == expected for answer in answers.values())
+    assert_nothing_left(talker)
 
 
 # -- codes are a request's own ------------------------------------------------------------------------------
@@ -331,7 +348,7 @@ class Constant:
 
 def looping(make_talker: MakeTalker, codes: Sequence[int], most: int) -> Answer:
     talker = make_talker(max_looped_frames=most)
-    talker._predictor = Constant(talker._predictor)
+    talker._frames._predictor = Constant(talker._frames._predictor)
     script(talker, codes, talker._config.codec.eos)
     answer = speak(talker, told(talker), max_tokens=400, min_tokens=0)
     assert_nothing_left(talker)
@@ -365,23 +382,23 @@ def test_after_the_last_word_comes_one_end_and_then_padding(make_talker: MakeTal
             codes, embedded = super().__call__(*arguments)
             return codes, torch.zeros_like(embedded)
 
-    talker._predictor = Silent(talker._predictor)
+    talker._frames._predictor = Silent(talker._frames._predictor)
     script(talker, range(8), talker._config.codec.eos)
     rows: list[torch.Tensor] = []
-    of_span = talker._rows
+    launch = talker._frames.launch
 
-    def noted(*arguments: Any) -> torch.Tensor:
-        rows.append(of_span(*arguments))
-        return rows[-1]
+    def noted(frames: Sequence[FrameRow]) -> Any:
+        rows.extend(frame.text for frame in frames)
+        return launch(frames)
 
-    talker._rows = noted
+    talker._frames.launch = noted
     outputs = told(talker, words=4)
     speak(talker, outputs, max_tokens=50, min_tokens=0)
     words = talker._inputs.texts(outputs["token_ids"][3:].tolist())
     end, padding = talker._inputs.text_end, talker._inputs.padding
     expected = torch.stack([*words[1:], end, padding, padding, padding, padding])
     assert not torch.equal(end, padding)
-    torch.testing.assert_close(torch.cat(rows)[len(outputs["prompt_ids"]) + 9 :], expected)
+    torch.testing.assert_close(torch.stack(rows)[1:], expected)
 
 
 def test_frames_that_differ_in_one_residual_are_no_loop(make_talker: MakeTalker) -> None:
@@ -394,7 +411,7 @@ def test_frames_that_differ_in_one_residual_are_no_loop(make_talker: MakeTalker)
             codes[:, -1] = next(numbers) % 50
             return codes, embedded
 
-    talker._predictor = Counting(talker._predictor)
+    talker._frames._predictor = Counting(talker._frames._predictor)
     script(talker, [7] * 40, talker._config.codec.eos)
     answer = speak(talker, told(talker), max_tokens=400, min_tokens=0)
     assert answer.reason == "stop" and len(answer.frames) == 40

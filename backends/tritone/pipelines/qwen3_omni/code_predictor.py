@@ -8,14 +8,14 @@ Reference: Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration; the pap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritone.engines.sampler import Draw
-from tritone.networks.decoder import Decoder, DecoderConfig, Linear, Span
+from tritone.networks.decoder import Decoder, DecoderConfig, Span
+from tritone.networks.linear import Linear
 from tritone.networks.weights import Weights
 
 
@@ -36,7 +36,7 @@ class CodePredictor:
         self.num_residuals = int(config["num_code_groups"]) - 1
         self.vocab_size = int(config["vocab_size"])
         shape = DecoderConfig.from_hf(config, family="qwen3")
-        self._decoder = Decoder(
+        self.decoder = Decoder(
             shape,
             weights,
             slots=rows,
@@ -49,30 +49,35 @@ class CodePredictor:
         )
 
         def load(name: str) -> Tensor:
-            return weights[f"{prefix}{name}.weight"].to(self._decoder.device, dtype)
+            return weights[f"{prefix}{name}.weight"].to(self.decoder.device, dtype)
 
         with torch.inference_mode():
-            self._heads = [Linear(load(f"lm_head.{i}")) for i in range(self.num_residuals)]
-            self._embeddings = [load(f"model.codec_embedding.{i}") for i in range(self.num_residuals)]
+            self.heads = [Linear(load(f"lm_head.{i}")) for i in range(self.num_residuals)]
+            self.embeddings = [load(f"model.codec_embedding.{i}") for i in range(self.num_residuals)]
 
     @torch.inference_mode()
     def __call__(
-        self, hidden: Tensor, embedded: Tensor, draw: Draw, codebooks: Sequence[int]
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        draw: Callable[[Tensor, int], Tensor],
+        codebooks: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """Codes int64 [B, residuals], and the sum of the embeddings of all codes of each frame [B, H].
 
         hidden: [B, H], the talker's. embedded: [B, H], of code 0. codebooks: the residuals' numbers in draws.
+        draw: from float32 scores [B, V] and a codebook's number to codes int64 [B].
         """
         batch = len(hidden)
         spans = [Span(slot, 0, 2) for slot in range(batch)]
         rows = torch.stack((hidden, embedded), dim=1).flatten(0, 1)
-        out = self._decoder.forward(rows, spans).hidden[1::2]
+        out = self.decoder.forward(rows, spans).hidden[1::2]
         codes: list[Tensor] = []
         embeddings = [embedded]
         for i, codebook in enumerate(codebooks):
-            codes.append(draw(self._heads[i](out).float(), codebook))
-            embeddings.append(self._embeddings[i][codes[-1]])
+            codes.append(draw(self.heads[i](out).float(), codebook))
+            embeddings.append(self.embeddings[i][codes[-1]])
             if i + 1 < self.num_residuals:
                 spans = [Span(slot, i + 2) for slot in range(batch)]
-                out = self._decoder.forward(embeddings[-1], spans).hidden
+                out = self.decoder.forward(embeddings[-1], spans).hidden
         return torch.stack(codes, dim=1), torch.stack(embeddings, dim=1).sum(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,10 +18,14 @@ class PromptPositions:
 
     table: Tensor  # float32 [3, P]
 
-    @property
+    @cached_property
     def shift(self) -> float:
         """Position of a later row less its place."""
         return float(self.table.max()) + 1 - self.table.shape[1]
+
+    def of(self, place: int) -> float:
+        """Position of a row of text: time, height and width are one."""
+        return float(self.table[0, place]) if place < self.table.shape[1] else place + self.shift
 
 
 def positions_of(prompts: Sequence[PromptPositions | None], spans: Sequence[Span]) -> Tensor | None:

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritone.networks.decoder import Decoder, Linear
+from tritone.networks.decoder import Decoder
+from tritone.networks.linear import Linear
+from tritone.networks.transfer import on_device
 from tritone.networks.weights import Weights
 from tritone.pipelines.qwen3_omni.config import OmniConfig
 from tritone.ports import Array
@@ -53,8 +55,7 @@ class SpeechInputs:
     @torch.inference_mode()
     def texts(self, tokens: Sequence[int]) -> Tensor:
         """Rows [n, H] of tokens to be spoken."""
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self._decoder.device)
-        return self._text(self._embedding[ids])
+        return self._text(self._embedding[on_device(tokens, torch.int64, self._decoder.device)])
 
     @torch.inference_mode()
     def prompt(self, ids: Array, media: Sequence[Array], head: Sequence[int], speaker: int) -> Tensor | None:
@@ -71,7 +72,8 @@ class SpeechInputs:
         rows = self.texts(np.where(is_media, self._ids.tts_pad, ids).tolist())
         if is_media.any():
             heard = torch.from_numpy(np.concatenate(media)).to(device, self._decoder.dtype)
-            rows[torch.from_numpy(is_media).to(device)] = self._hidden(heard)
+            places = on_device(np.flatnonzero(is_media).tolist(), torch.int64, device)
+            rows[places] = self._hidden(heard)
         codec = self._codec
         signs = (codec.nothink, codec.think_bos, codec.think_eos, speaker, codec.pad)
         text_side = torch.cat([self.texts(head), self.padding.expand(_PADDED, -1), self._bos[None]])

@@ -1,13 +1,15 @@
 """Qwen3-Omni's Talker: the tokens that the thinker draws become codec frames, a frame a step.
 
     prompt_ids, media_rows ─► the user's turns ─┐
-    token_ids ─► head of the assistant's turn ──┴─► rows ─► decoder ─► code 0 ─► CodePredictor ─► frame k
-                 └─► text row k ─► + ◄── embeddings of frame k ◄──────────────────┘
-                                   └──► row k + 1
+    token_ids ─► head of the assistant's turn ──┴─► rows of the prompt ─► decoder, in pieces
+                 └─► the prompt's last row, then text row k ─► Frames ─► frame k
 
 A row is known as soon as what it is made of has come, so the prompt is read while the thinker still reads
 its own, and frame k waits for token k + 2 and for nothing else. After the last token come one row "text
 ended" and then rows of padding, until the codec's end sign.
+
+A step reads pieces of prompts and makes a frame for every session that has a row for one. Where frames may
+overlap (frame.py), a step launches frame k + 1 and tells frame k, whose delivery then costs no time.
 
 Reference: `generate` of Qwen3OmniMoeForConditionalGeneration and Qwen3OmniMoeTalkerForConditionalGeneration,
 whose limit it shares: the token at `max_tokens` gets no frame.
@@ -17,9 +19,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from msgspec import Meta
@@ -38,10 +40,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tritone.networks.decoder import Span
+    from tritone.pipelines.qwen3_omni.frame import Flight, FrameRow
     from tritone.pipelines.qwen3_omni.positions import PromptPositions
 
 HEAD_TOKENS = 3  # that begin the assistant's turn: sign, role, line break
-FIRST_CODEBOOK = 1  # number of code 0 in the draws; 0 is the thinker's
 LONGEST_LOOP = 16  # frames; the repetition guard knows loops up to this length
 
 
@@ -52,6 +54,11 @@ class TalkerOptions(SlotOptions):
     residual_temperature: Annotated[float, Meta(gt=0)] = 1.0
     residual_top_k: Annotated[int, Meta(ge=0)] = 50
     residual_top_p: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    # On a GPU: a frame is one CUDA graph, and it may begin before the frame before it was told.
+    cuda_graphs: bool = True
+    kernels: bool = True  # in kernels of our own; else in plain torch
+    overlap: bool = True
+    batch_invariant: bool = False  # always the kernels of the largest batch: codes never depend on the load
 
 
 @dataclass(eq=False, kw_only=True)
@@ -67,11 +74,12 @@ class _Session(SlotSession):
     text_ended: bool = False
     rows: deque[Tensor] = field(
         default_factory=deque
-    )  # [H] each: input that is known and was not computed yet
+    )  # [H] each: input that is known and was not computed yet; of a frame's row the text alone
     codes: list[int] = field(default_factory=list)  # code 0 of every token drawn, the end sign included
     frames: list[tuple[int, ...]] = field(default_factory=list)  # the last ones, for the repetition guard
-    num_frames: int = 0
-    spoken: Tensor | None = None  # [H]: embeddings of the last frame, which wait for their text row
+    num_frames: int = 0  # told
+    draws: int = 0  # launched, of which some are not told yet
+    awaits_text: bool = False  # the next frame has no text row yet
     runs: list[int] = field(
         default_factory=lambda: [0] * (LONGEST_LOOP + 1)
     )  # by length of a loop: frames in it
@@ -80,6 +88,11 @@ class _Session(SlotSession):
     def has_prompt(self) -> bool:
         """The last row of the prompt, that of the first token to speak, is known."""
         return self.prompt_tokens > 0
+
+    @property
+    def unread(self) -> int:
+        """Rows of the prompt that are known and not in the cache, but for the last one, which draws."""
+        return max(0, self.pending - self.has_prompt)
 
     @property
     def usage(self) -> dict[str, int | float]:
@@ -91,6 +104,14 @@ class _Session(SlotSession):
         }
 
 
+class _Launched(NamedTuple):
+    """Frames on their way, and whose they are."""
+
+    flight: Flight
+    sessions: list[_Session]
+    last: list[bool]  # the draw ends its session, whatever comes
+
+
 class Talker(SlotEngine[_Session]):
     """inputs, pushed: `prompt_ids` int32 [U], `prompt_positions` float32 [3, U + 9], `media_rows` float32
     [M, H of the thinker], `token_ids` int32 [t]. outputs: `frames` int32 [F, code groups].
@@ -98,14 +119,17 @@ class Talker(SlotEngine[_Session]):
     """
 
     Options = TalkerOptions
+    _reads_in_turn = False  # nothing is shared between prompts
 
     def __init__(self, placement: Placement, options: TalkerOptions) -> None:
         torch = prepared_torch(placement)
-        from tritone.engines import sampler
         from tritone.networks.decoder import Decoder, DecoderConfig
         from tritone.networks.weights import Weights
         from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
+        from tritone.pipelines.qwen3_omni.frame import NOT_A_NUMBER, Codec, EagerFrames, FrameRow, Frames
+        from tritone.pipelines.qwen3_omni.frame_graph import buckets_up_to, graph_frames
         from tritone.pipelines.qwen3_omni.positions import PromptPositions, positions_of
+        from tritone.pipelines.qwen3_omni.prompt_graph import PromptGraphs
         from tritone.pipelines.qwen3_omni.speech_inputs import SpeechInputs
 
         config = OmniConfig.read(placement.checkpoint)
@@ -113,41 +137,62 @@ class Talker(SlotEngine[_Session]):
         options.check_context(shape.max_positions)
         dtype = getattr(torch, options.dtype)
         weights = Weights(placement.checkpoint)
+        graphs = self._has_graphs(placement, options)
         decoder = Decoder(
             shape,
             weights,
-            slots=options.max_slots,
+            slots=options.max_slots + graphs,
             context_tokens=options.max_context_tokens,
             device=placement.device,
             dtype=dtype,
             prefix="talker.model.",
             embedding="codec_embedding.weight",
             head="talker.codec_head.weight",
+            cleared=graphs,
         )
         super().__init__(options, decoder, reuse=False)
-        self._torch, self._sampler = torch, sampler
+        self._torch = torch
         self._prompt_positions, self._positions_of = PromptPositions, positions_of
         self._options = options
         self._config = config
         self._inputs = SpeechInputs(config, weights, decoder)
-        self._predictor = CodePredictor(
+        predictor = CodePredictor(
             config.talker["code_predictor_config"],
             weights,
-            rows=options.max_slots,
+            rows=buckets_up_to(options.max_slots)[-1],
             device=placement.device,
             dtype=dtype,
         )
         silenced = torch.zeros(shape.vocab_size, dtype=torch.bool, device=decoder.device)
         silenced[shape.vocab_size - RESERVED_CODEC_IDS :] = True
         silenced[config.codec.eos] = False
-        self._silenced = silenced
-        self._residual = Sampling(
+        residual = Sampling(
             temperature=options.residual_temperature,
             top_k=options.residual_top_k,
             top_p=options.residual_top_p,
         )
+        codec = Codec(silenced, config.codec.eos, residual)
+        self._frame_row, self._not_a_number = FrameRow, NOT_A_NUMBER
+        self._frames: Frames = EagerFrames(decoder, predictor, codec)
+        self._prompts: PromptGraphs | None = None
+        if graphs:
+            self._prompts = PromptGraphs(decoder, options.prefill_chunk_tokens)
+            self._frames = graph_frames(
+                decoder,
+                predictor,
+                codec,
+                slots=options.max_slots,
+                overlaps=options.overlap,
+                kernels=options.kernels,
+                one_bucket=options.batch_invariant,
+            )
+        self._launched: deque[_Launched] = deque()
         self._counts["codec_frames"] = 0
         self._warm_up()
+
+    @staticmethod
+    def _has_graphs(placement: Placement, options: TalkerOptions) -> bool:
+        return options.cuda_graphs and placement.device != "cpu"
 
     # -- the interface --------------------------------------------------------------------------------------
 
@@ -213,15 +258,15 @@ class Talker(SlotEngine[_Session]):
         if session.keys and not session.has_prompt and session.texts:
             self._add_rows(session, [self._inputs.first(session.texts[0])])
             session.prompt_tokens = len(session.keys)
-        if session.spoken is not None:
+        if session.awaits_text:
             text = self._text_row(session)
             if text is not None:
-                self._add_rows(session, [session.spoken + text])
-                session.spoken = None
+                self._add_rows(session, [text])
+                session.awaits_text = False
 
     def _text_row(self, session: _Session) -> Tensor | None:
         """What is added to the embeddings of the last frame; None if it has not come."""
-        place = session.num_frames  # the first token went into the prompt
+        place = session.draws  # the first token went into the prompt
         if place < len(session.texts):
             return session.texts[place]
         if not session.text_ended:
@@ -242,88 +287,117 @@ class Talker(SlotEngine[_Session]):
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def _is_due(self, session: _Session) -> bool:
-        return session.has_prompt
+    @property
+    def has_work(self) -> bool:
+        return super().has_work or bool(self._launched)
 
     def _rows(self, session: _Session, span: Span) -> Tensor:
         rows: Tensor = self._torch.stack([session.rows.popleft() for _ in range(span.count)])
         return rows
 
-    def _pass(self, sessions: Sequence[_Session], spans: Sequence[Span]) -> Tensor:
-        rows = self._joined([self._rows(s, span) for s, span in zip(sessions, spans, strict=True)])
-        positions = self._positions_of([session.positions for session in sessions], spans)
-        return self._decoder.forward(rows, spans, positions=positions).hidden
+    def _begun(self, session: _Session) -> list[Delta]:
+        self._frames.begin(session.held.index)
+        return []
 
-    def _draw(self, due: Sequence[_Session], hidden: Tensor) -> list[Delta]:
-        """A token for each session, and the frame that it begins."""
-        logits = self._decoder.logits(hidden).float().masked_fill_(self._silenced, float("-inf"))
-        drawn = self._sampler.sample(logits, [self._row(session) for session in due], FIRST_CODEBOOK).tolist()
+    def _advance(self) -> list[Delta]:
+        self._read_prompts()
+        due = [s for s in self._running.values() if s.has_prompt and s.pending == 1]
+        if due:
+            self._launch(due)
+        on_their_way = int(bool(due) and self._frames.overlaps)
         deltas: list[Delta] = []
-        going: list[int] = []
-        for i, (session, code) in enumerate(zip(due, drawn, strict=True)):
-            session.codes.append(code)
-            self._counts["generated_tokens"] += 1
-            if len(session.codes) == 1:
-                session.first_token_s = time.monotonic()
-                self.note_phase(session.id, DECODE)
-            reason = self._end_of(session, code)
-            if reason is None:
-                going.append(i)
-            else:
-                deltas.append(self._ended(session, reason))
-        if going:
-            deltas += self._frames([due[i] for i in going], [drawn[i] for i in going], hidden[going])
+        while len(self._launched) > on_their_way:
+            deltas += self._landed(self._launched.popleft())
         return deltas
 
-    def _row(self, session: _Session) -> Any:
-        sampling = session.sampling
-        # The end sign is no code: where it must not end the speech, it must not come.
-        goes_on = sampling.ignore_eos or len(session.codes) < sampling.min_tokens
-        return self._sampler.Row(
-            sampling,
-            position=len(session.codes),
-            penalised=session.codes,
-            banned=(self._config.codec.eos,) if goes_on else (),
-        )
+    def _read_prompts(self) -> None:
+        """Run pieces of prompts: all their rows but the last, which draws."""
+        most = left = self._slot_options.prefill_chunk_tokens
+        sessions, spans = [], []
+        for session in self._running.values():
+            count = min(session.unread, most)
+            if 0 < count <= left:  # no piece is cut because of another: a short one costs nearly as much
+                sessions.append(session)
+                spans.append(self._span(session.held.index, session.held.filled, count))
+                left -= count
+        if not sessions:
+            return
+        rows = [self._rows(s, span) for s, span in zip(sessions, spans, strict=True)]
+        prompts = [session.positions for session in sessions]
+        if self._prompts is None:
+            positions = self._positions_of(prompts, spans)
+            self._decoder.forward(self._joined(rows), spans, positions=positions)
+        else:
+            for piece, span, prompt in zip(rows, spans, prompts, strict=True):
+                self._prompts.read(piece, span, self._positions_of([prompt], [span]))
+        for session, span in zip(sessions, spans, strict=True):
+            session.held.filled = span.end
 
-    def _end_of(self, session: _Session, code: int) -> str | None:
-        """The finish reason if no frame is made of `code`."""
-        if code == self._config.codec.eos:
-            return "stop"
+    def _launch(self, due: list[_Session]) -> None:
+        """Begin a frame for each session."""
+        rows = [self._frame_of(session) for session in due]
+        self._launched.append(_Launched(self._frames.launch(rows), due, [row.is_last for row in rows]))
+        self._counts["steps"] += 1
+        for session, row in zip(due, rows, strict=True):
+            session.held.filled += 1
+            session.draws += 1
+            if self._frames.overlaps and not row.is_last:
+                self._await_text(session)
+
+    def _frame_of(self, session: _Session) -> FrameRow:
+        sampling, place = session.sampling, session.held.filled
         is_full = len(session.keys) >= self._options.max_context_tokens
-        return "length" if is_full or len(session.codes) >= session.sampling.max_tokens else None
-
-    def _frames(self, sessions: Sequence[_Session], firsts: Sequence[int], hidden: Tensor) -> list[Delta]:
-        """Make the frames that the codes `firsts` begin; hidden: [B, H]."""
-        rows = [
-            self._sampler.Row(
-                replace(self._residual, seed=s.sampling.seed, temperature=self._residual_temperature(s)),
-                position=len(s.codes),
-            )
-            for s in sessions
-        ]
-        codebooks = range(FIRST_CODEBOOK + 1, FIRST_CODEBOOK + 1 + self._predictor.num_residuals)
-        draw = self._sampler.Draw(rows, self._predictor.vocab_size, self._decoder.device, codebooks)
-        residuals, embedded = self._predictor(hidden, self._decoder.embed(firsts), draw, codebooks)
-        frames = np.concatenate(
-            [np.asarray(firsts, np.int32)[:, None], residuals.cpu().numpy().astype(np.int32)], axis=1
+        return self._frame_row(
+            slot=session.held.index,
+            place=place,
+            position=None if session.positions is None else session.positions.of(place),
+            text=session.rows.popleft(),
+            begins=not session.draws,
+            sampling=sampling,
+            draws=session.draws,
+            drawn=session.codes,
+            # The end sign is no code: where it must not end the speech, it must not come.
+            bars_end=sampling.ignore_eos or session.draws < sampling.min_tokens,
+            is_last=is_full or session.draws + 1 >= sampling.max_tokens,
         )
+
+    def _landed(self, launched: _Launched) -> list[Delta]:
+        """What there is to say of frames; those of sessions that have ended meanwhile are nobody's."""
         deltas = []
-        for session, frame, sum_ in zip(sessions, frames, embedded, strict=True):
-            session.spoken = sum_
-            self._counts["codec_frames"] += 1
-            session.num_frames += 1
-            self._make_rows(session)
-            looped = self._note_frame(session, tuple(frame.tolist()))
-            outputs: Values = {"frames": frame[None]}
-            deltas.append(
-                self._ended(session, "repetition", outputs) if looped else Delta(session.id, outputs)
-            )
+        frames = launched.flight.frames()
+        for session, is_last, frame in zip(launched.sessions, launched.last, frames, strict=True):
+            if self._sessions.get(session.id) is session:
+                deltas.append(self._hear(session, frame, is_last))
         return deltas
 
-    def _residual_temperature(self, session: _Session) -> float:
-        """A greedy talker is greedy in all codes, as the reference is."""
-        return self._residual.temperature if session.sampling.temperature else 0.0
+    def _hear(self, session: _Session, frame: Array, is_last: bool) -> Delta:
+        """Take in a session's next frame int32 [codebooks]."""
+        code = int(frame[0])
+        if code == self._not_a_number:
+            self.abort(session.id)
+            what = f"the talker's scores for frame {session.num_frames} are not numbers"
+            return Delta(session.id, error=TritoneError(what, "use dtype float32, or check the weights"))
+        session.codes.append(code)
+        self._counts["generated_tokens"] += 1
+        if len(session.codes) == 1:
+            session.first_token_s = time.monotonic()
+            self.note_phase(session.id, DECODE)
+        if code == self._config.codec.eos:
+            return self._ended(session, "stop")
+        if is_last:
+            return self._ended(session, "length")
+        session.num_frames += 1
+        self._counts["codec_frames"] += 1
+        if not self._frames.overlaps:
+            self._await_text(session)
+        outputs: Values = {"frames": frame[None]}
+        if self._note_frame(session, tuple(frame.tolist())):
+            return self._ended(session, "repetition", outputs)
+        return Delta(session.id, outputs)
+
+    def _await_text(self, session: _Session) -> None:
+        session.awaits_text = True
+        self._make_rows(session)
 
     def _note_frame(self, session: _Session, frame: tuple[int, ...]) -> bool:
         """Whether the speech has run in a loop for too long."""

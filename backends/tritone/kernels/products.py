@@ -1,0 +1,222 @@
+"""Products with a weight for few rows, and the norms between them.
+
+    up to TWO_ROWS    gemv: norm ─► x Wᵀ ─► GLU ─► + residual, in one kernel and in registers
+    more              norm_add ─► gemm on tensor cores, split along K into partial sums ─► norm_add
+
+All sums are float32. Weights: [N, K], with GLU [2 N, K], the gates first.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which takes its time for every program
+TWO_ROWS = 2  # up to here registers are faster than tensor cores; measured on an H200, where 4 rows are not
+MOST_ROWS = 64  # of a tile of gemm
+
+
+@dataclass(frozen=True)
+class Partials:
+    """A sum that nobody has added up yet."""
+
+    values: Tensor  # float32 [count, R, H], contiguous; maybe more behind
+    count: int
+
+
+@triton.jit
+def _gemv(
+    x, norm, w, residual, y, eps, N,
+    M: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    NORM: tl.constexpr, GLU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    in_k, in_n = k < K, n < N
+    in_both = in_n[:, None] & in_k[None, :]
+    if PDL:
+        gdc_launch_dependents()
+    weight = tl.load(w + n[:, None] * K + k[None, :], mask=in_both, other=0.0)
+    if GLU:
+        up_weight = tl.load(w + (n + N)[:, None] * K + k[None, :], mask=in_both, other=0.0)
+    if NORM:
+        scale = tl.load(norm + k, mask=in_k, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    for m in tl.static_range(M):
+        row = tl.load(x + m * K + k, mask=in_k, other=0.0).to(tl.float32)
+        if NORM:
+            row = row * tl.rsqrt(tl.sum(row * row) / K + eps) * scale
+        out = tl.sum(weight.to(tl.float32) * row[None, :], 1)
+        if GLU:
+            out = out * tl.sigmoid(out) * tl.sum(up_weight.to(tl.float32) * row[None, :], 1)
+        if RESIDUAL:
+            out += tl.load(residual + m * N + n, mask=in_n, other=0.0).to(tl.float32)
+        tl.store(y + m * N + n, out.to(y.dtype.element_ty), mask=in_n)
+
+
+@triton.jit
+def _gemm(
+    x, w, y, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GLU: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(2)
+    PART: tl.constexpr = (K + SPLIT - 1) // SPLIT
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    in_m, in_n = m < M, n < N
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    out = tl.zeros([BM, BN], tl.float32)
+    up = tl.zeros([BM, BN], tl.float32)
+    for start in tl.range(0, PART, BK, num_stages=STAGES):
+        k = split * PART + start + tl.arange(0, BK)
+        if (PART % BK == 0) and (K % SPLIT == 0):
+            rows = tl.load(x + m[:, None] * K + k[None, :], mask=in_m[:, None], other=0.0)
+            weight = tl.load(w + n[None, :] * K + k[:, None], mask=in_n[None, :], other=0.0)
+        else:
+            in_k = k < tl.minimum(K, (split + 1) * PART)
+            rows = tl.load(x + m[:, None] * K + k[None, :], mask=in_m[:, None] & in_k[None, :], other=0.0)
+            weight = tl.load(w + n[None, :] * K + k[:, None], mask=in_n[None, :] & in_k[:, None], other=0.0)
+        out = tl.dot(rows, weight, out, input_precision="ieee")
+        if GLU:
+            if (PART % BK == 0) and (K % SPLIT == 0):
+                more = tl.load(w + (n + N)[None, :] * K + k[:, None], mask=in_n[None, :], other=0.0)
+            else:
+                in_k = k < tl.minimum(K, (split + 1) * PART)
+                more = tl.load(
+                    w + (n + N)[None, :] * K + k[:, None], mask=in_n[None, :] & in_k[:, None], other=0.0
+                )
+            up = tl.dot(rows, more, up, input_precision="ieee")
+    if GLU:
+        out = out * tl.sigmoid(out) * up
+    place = y + split * M * N + m[:, None] * N + n[None, :]
+    tl.store(place, out.to(y.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+@triton.jit
+def _norm_add(
+    partials, x, norm, y, eps, size,
+    H: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    h = tl.arange(0, BH)
+    inside = h < H
+    if PDL:
+        gdc_launch_dependents()
+    scale = tl.load(norm + h, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    value = tl.load(x + row * H + h, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        for part in tl.static_range(PARTS):
+            value += tl.load(partials + part * size + row * H + h, mask=inside, other=0.0)
+        kept = value.to(x.dtype.element_ty)
+        tl.store(x + row * H + h, kept, mask=inside)
+        value = kept.to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value) / H + eps) * scale
+    tl.store(y + row * H + h, value.to(y.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Products:
+    """Launches them. pdl: launch early what is a gemv, which gains by it; tensor cores lose."""
+
+    eps: float
+    pdl: bool = False
+
+    def gemv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        y: Tensor,
+        *,
+        norm: Tensor | None = None,
+        residual: Tensor | None = None,
+        glu: bool = False,
+    ) -> None:
+        """y [R, N] of x [R, K], R up to TWO_ROWS; y may be the residual."""
+        rows, inner = x.shape
+        outer = len(weight) // (2 if glu else 1)
+        width, warps = gemv_tile(inner)
+        _gemv[(triton.cdiv(outer, width),)](
+            x, x if norm is None else norm, weight, x if residual is None else residual, y, self.eps, outer,
+            rows, inner, width, triton.next_power_of_2(inner),
+            norm is not None, glu, residual is not None, num_warps=warps, **self.launch(),
+        )  # fmt: skip
+
+    def gemm(self, x: Tensor, weight: Tensor, y: Tensor, *, glu: bool = False) -> None:
+        """y [R, N] of x [R, K], R above TWO_ROWS."""
+        self._gemm(x, weight, y, glu, split=1)
+
+    def gemm_parts(self, x: Tensor, weight: Tensor, into: Tensor) -> Partials:
+        """As `gemm`, in partial sums; into: float32, as many as `MOST_SPLITS` of [R, N]."""
+        split = gemm_tile(x.shape[1], len(weight), splits=True).split
+        self._gemm(x, weight, into, glu=False, split=split)
+        return Partials(into, split)
+
+    def norm_add(self, x: Tensor, norm: Tensor, y: Tensor, partials: Partials | None = None) -> None:
+        """Add partial sums to x [R, H], and give y [R, H], its norm."""
+        rows, hidden = x.shape
+        _norm_add[(rows,)](
+            x if partials is None else partials.values, x, norm, y, self.eps, x.numel(), hidden,
+            triton.next_power_of_2(hidden), 0 if partials is None else partials.count,
+            num_warps=4, **self.launch(),
+        )  # fmt: skip
+
+    def launch(self) -> dict[str, bool]:
+        """Arguments of every launch."""
+        return {"PDL": True, "launch_pdl": True} if self.pdl else {"PDL": False}
+
+    def _gemm(self, x: Tensor, weight: Tensor, y: Tensor, glu: bool, split: int) -> None:
+        rows, inner = x.shape
+        outer = len(weight) // (2 if glu else 1)
+        tile = gemm_tile(inner, outer, splits=split > 1)
+        height = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
+        _gemm[(triton.cdiv(outer, tile.width), triton.cdiv(rows, height), split)](
+            x, weight, y, rows, outer, inner, height, tile.width, tile.depth, glu, split, tile.stages,
+            num_warps=tile.warps, **self.launch(),
+        )  # fmt: skip
+
+
+MOST_SPLITS = 4
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    width: int  # columns of y
+    depth: int  # of x and the weight at a time
+    warps: int
+    stages: int
+    split: int = 1
+
+
+def gemv_tile(inner: int) -> tuple[int, int]:
+    """Columns of y a program, and warps."""
+    if INTERPRETED:
+        return 1024, 4
+    return (4, 4) if inner <= 2048 else (4, 8)
+
+
+def gemm_tile(inner: int, outer: int, splits: bool) -> GemmTile:
+    """Chosen by size alone, so that nothing is tuned at start."""
+    depth = min(128, triton.next_power_of_2(inner))
+    if INTERPRETED:
+        return GemmTile(1024, depth, 4, 1, 2 if splits else 1)
+    if splits:
+        # Enough programs to ask for the whole bandwidth of some 130 multiprocessors.
+        split = 4 if inner >= 2048 else 2 if inner >= 512 else 1
+        return GemmTile(32, depth, 4, 4, split)
+    return GemmTile(32 if outer <= 8192 else 64, depth, 4, 4)
+
+
+def cleared(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros beside a tensor."""
+    return torch.zeros(shape, dtype=dtype or like.dtype, device=like.device)

@@ -1,0 +1,19 @@
+"""Values of the host on their way to a device: nobody waits for the copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of `values`, nested as its dimensions are.
+
+    From ordinary memory the host would wait until all that the device has to do is done: the values go by
+    way of pinned memory, which torch keeps until the copy is over.
+    """
+    made = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)

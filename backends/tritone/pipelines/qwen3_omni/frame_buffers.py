@@ -1,0 +1,108 @@
+"""What a captured frame reads and writes, at addresses that never change.
+
+host ─► packed int32 [B, COLUMNS], one copy a frame ─► views by name
+        text [B, H], the rows to speak
+kept by slot, a spare one behind the last for rows that only fill a bucket:
+        spoken [slots + 1, H], seen [slots + 1, V]
+◄─ frames int32 [B, codebooks]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tritone.pipelines.qwen3_omni.frame import Codec, FrameRow
+from tritone.ports import Array
+
+INTEGERS = ("slot", "place", "draws", "begins", "bars_end", "seed_low", "seed_high", "top_k")
+FLOATS = ("position", "temperature", "top_p", "log_min_p", "penalty", "residual_temperature")
+COLUMNS = 16  # a row starts at a multiple of 64 bytes
+COLUMN = {name: place for place, name in enumerate((*INTEGERS, *FLOATS))}
+
+
+@dataclass(frozen=True)
+class FrameBuffers:
+    """On the device; B is the largest bucket."""
+
+    packed: Tensor  # int32 [B, COLUMNS]; floats bit by bit
+    text: Tensor  # [B, H]
+    frames: Tensor  # int32 [B, codebooks]
+    spoken: Tensor  # [slots + 1, H]: embeddings of a slot's last frame, added up
+    seen: Tensor  # bool [slots + 1, V]: code 0 of its earlier frames
+
+    @classmethod
+    def of(
+        cls,
+        rows: int,
+        slots: int,
+        hidden_size: int,
+        vocab_size: int,
+        codebooks: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> FrameBuffers:
+        def zeros(*shape: int, of: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=of, device=device)
+
+        return cls(
+            packed=torch.from_numpy(pack_spare(rows, slots)).to(device),
+            text=zeros(rows, hidden_size),
+            frames=zeros(rows, codebooks, of=torch.int32),
+            spoken=zeros(slots + 1, hidden_size),
+            seen=zeros(slots + 1, vocab_size, of=torch.bool),
+        )
+
+    def column(self, name: str, rows: int) -> Tensor:
+        """int32 or float32 [rows], a view."""
+        packed = self.packed if name in INTEGERS else self.packed.view(torch.float32)
+        return packed[:rows, COLUMN[name]]
+
+    def seeds(self, rows: int) -> Tensor:
+        """int64 [rows]"""
+        low = self.column("seed_low", rows).long() & 0xFFFFFFFF
+        return low | (self.column("seed_high", rows).long() << 32)
+
+
+def pack_spare(rows: int, slots: int) -> Array:
+    """Packed rows, int32 [rows, COLUMNS], that fill a bucket: greedy ones in the spare slot."""
+    packed = np.zeros((rows, COLUMNS), np.int32)
+    packed[:, COLUMN["slot"]] = slots
+    packed[:, COLUMN["begins"]] = packed[:, COLUMN["top_k"]] = 1
+    floats = packed.view(np.float32)
+    floats[:, COLUMN["penalty"]] = floats[:, COLUMN["top_p"]] = 1.0
+    floats[:, COLUMN["log_min_p"]] = -math.inf
+    return packed
+
+
+def pack(row: FrameRow, codec: Codec, vocab_size: int, into: Array) -> None:
+    """A row int32 [COLUMNS] as the device reads it."""
+    sampling = row.sampling
+    seed = sampling.seed or 0
+    into[: len(INTEGERS)] = (
+        row.slot,
+        row.place,
+        row.draws,
+        row.begins,
+        row.bars_end,
+        _signed(seed & 0xFFFFFFFF),
+        _signed(seed >> 32),
+        sampling.top_k or vocab_size,
+    )
+    into.view(np.float32)[len(INTEGERS) : len(COLUMN)] = (
+        row.place if row.position is None else row.position,
+        sampling.temperature,
+        sampling.top_p,
+        math.log(sampling.min_p) if sampling.min_p else -math.inf,
+        sampling.repetition_penalty,
+        codec.of_residuals(sampling).temperature,
+    )
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits as an int32."""
+    return word - (1 << 32) if word >= 1 << 31 else word

@@ -1,0 +1,224 @@
+"""Frames of the talker as CUDA graphs: one launch a frame, one graph for each of some batch sizes.
+
+    rows ─► pinned ─► FrameBuffers ─► graph of the smallest bucket that holds them ─► frames ─► pinned ─► host
+                                        └─ decoder, draws, code predictor, embeddings: nothing waits
+
+A captured frame is a program: a function of how many rows it makes, over buffers at fixed addresses. Rows
+beyond those that were asked for work in a spare slot. The host writes the rows of one frame while the device
+makes the one before, and reads its codes while it makes the next: two sets of pinned buffers are enough.
+
+`PlainProgram` is the program in plain torch: what the one in kernels (frame_kernels.py) is held to.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritone.engines.cuda_graphs import CudaGraphs
+from tritone.engines.sampler import gumbel_of_all, gumbel_of_frame
+from tritone.engines.static_draw import DrawSettings, draw, penalise
+from tritone.networks.decoder import Decoder
+from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
+from tritone.pipelines.qwen3_omni.frame import FIRST_CODEBOOK, NOT_A_NUMBER, Codec, Flight, FrameRow, Frames
+from tritone.pipelines.qwen3_omni.frame_buffers import FrameBuffers, pack, pack_spare
+from tritone.ports import Array
+
+Program = Callable[[int], None]
+
+
+class PlainProgram:
+    """A frame in plain torch, for the first rows of the buffers."""
+
+    def __init__(
+        self, buffers: FrameBuffers, decoder: Decoder, predictor: CodePredictor, codec: Codec
+    ) -> None:
+        """decoder: with a cleared cache of one slot more than sessions use."""
+        self._buffers, self._decoder, self._predictor, self._codec = buffers, decoder, predictor, codec
+        first = FIRST_CODEBOOK + 1
+        self._codebooks = range(first, first + predictor.num_residuals)
+        self._codebook_ids = torch.arange(first, self._codebooks.stop, device=decoder.device)
+
+    @torch.inference_mode()
+    def __call__(self, rows: int) -> None:
+        buffers, column = self._buffers, partial(self._buffers.column, rows=rows)
+        slots = column("slot").long()
+        begins = column("begins").bool().unsqueeze(-1)
+        inputs = buffers.text[:rows] + buffers.spoken[slots].masked_fill(begins, 0.0)
+        places = column("place").long()
+        positions = column("position")
+        if not self._decoder.rotary.is_plain:
+            positions = positions.expand(3, -1)
+        hidden = self._decoder.step(inputs, slots, places.unsqueeze(1), places + 1, positions)
+        logits = self._decoder.logits(hidden).float()
+        wrong = logits.isnan().any(-1)
+        firsts = self._draw_first(logits, slots, rows)
+        buffers.seen[slots, firsts] = torch.ones_like(firsts, dtype=torch.bool)
+        residual = self._codec.residual
+        settings = DrawSettings(
+            temperature=column("residual_temperature"),
+            top_k=torch.full_like(slots, residual.top_k or self._predictor.vocab_size),
+            top_p=torch.full_like(column("position"), residual.top_p),
+            log_min_p=torch.full_like(column("position"), float("-inf")),
+        )
+        seeds, positions = buffers.seeds(rows), column("draws").long() + 1
+        noise = gumbel_of_frame(self._predictor.vocab_size, seeds, positions, self._codebook_ids)
+
+        def draw_residual(scores: Tensor, codebook: int) -> Tensor:
+            wrong.logical_or_(scores.isnan().any(-1))
+            return self._draw(scores, settings, noise[:, codebook - self._codebooks.start], codebook)
+
+        embedded = self._decoder.embed(firsts)
+        residuals, spoken = self._predictor(hidden, embedded, draw_residual, self._codebooks)
+        buffers.spoken[slots] = spoken
+        buffers.frames[:rows, 0] = firsts.masked_fill(wrong, NOT_A_NUMBER)
+        buffers.frames[:rows, 1:] = residuals
+
+    def _draw_first(self, logits: Tensor, slots: Tensor, rows: int) -> Tensor:
+        """Code 0, int64 [rows], of logits float32 [rows, V]."""
+        column = partial(self._buffers.column, rows=rows)
+        logits = logits.masked_fill(self._codec.silenced, float("-inf"))
+        logits = penalise(logits, self._buffers.seen[slots], column("penalty"))
+        end = self._codec.end
+        logits[:, end] = logits[:, end].masked_fill(column("bars_end").bool(), float("-inf"))
+        noise = gumbel_of_all(
+            logits.shape[-1], self._buffers.seeds(rows), column("draws").long(), FIRST_CODEBOOK
+        )
+        settings = DrawSettings(
+            **{name: column(name) for name in ("temperature", "top_k", "top_p", "log_min_p")}
+        )
+        return self._draw(logits, settings, noise, FIRST_CODEBOOK)
+
+    def _draw(self, logits: Tensor, settings: DrawSettings, noise: Tensor, codebook: int) -> Tensor:
+        return draw(logits, settings, noise)
+
+
+class GraphFrames(Frames):
+    """Launches a captured program; on a CPU, which has no graphs, calls it."""
+
+    def __init__(
+        self,
+        program: Program,
+        buffers: FrameBuffers,
+        codec: Codec,
+        *,
+        slots: int,
+        overlaps: bool,
+        one_bucket: bool = False,
+    ) -> None:
+        """Capture the program for every bucket. slots: of sessions; the buffers have one more.
+
+        one_bucket: the largest alone, so that the kernels, and with them the rounding, are always the same.
+        """
+        self.overlaps = overlaps
+        self._program = program  # holds the weights, of which a graph knows no more than the addresses
+        self._buffers, self._codec = buffers, codec
+        self._vocab_size = buffers.seen.shape[1]
+        self._buckets = buckets_up_to(len(buffers.packed))[-1 if one_bucket else 0 :]
+        self._staging = [_Staging.beside(buffers) for _ in range(2)]
+        self._spare = pack_spare(len(buffers.packed), slots)
+        # The largest first: the others then live in the memory that it has taken.
+        captured = CudaGraphs(buffers.packed.device)
+        self._replays = {rows: captured(partial(program, rows)) for rows in reversed(self._buckets)}
+
+    def begin(self, slot: int) -> None:
+        self._buffers.seen[slot] = False
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[FrameRow]) -> Flight:
+        count = len(rows)
+        bucket = next(size for size in self._buckets if size >= count)
+        self._staging.reverse()
+        staging, buffers = self._staging[0], self._buffers
+        packed = staging.packed.numpy()
+        for row, into in zip(rows, packed, strict=False):
+            pack(row, self._codec, self._vocab_size, into)
+        packed[count:bucket] = self._spare[count:bucket]
+        torch.stack([row.text for row in rows], out=buffers.text[:count])
+        buffers.packed[:bucket].copy_(staging.packed[:bucket], non_blocking=True)
+        self._replays[bucket]()
+        staging.frames[:count].copy_(buffers.frames[:count], non_blocking=True)
+        return _Flying(staging, count)
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """Pinned memory beside the buffers, for a frame at a time."""
+
+    packed: Tensor
+    frames: Tensor
+    done: Any  # CUDA event behind the copy of the frames; None on a CPU
+
+    @classmethod
+    def beside(cls, buffers: FrameBuffers) -> _Staging:
+        is_cuda = buffers.packed.device.type == "cuda"
+        packed, frames = (
+            torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=is_cuda)
+            for buffer in (buffers.packed, buffers.frames)
+        )
+        return cls(packed, frames, torch.cuda.Event() if is_cuda else None)  # type: ignore[no-untyped-call]
+
+
+class _Flying(Flight):
+    """Frames that the device is making."""
+
+    def __init__(self, staging: _Staging, count: int) -> None:
+        self._staging, self._count = staging, count
+        if staging.done is not None:
+            staging.done.record()
+
+    def frames(self) -> Array:
+        if self._staging.done is not None:
+            self._staging.done.synchronize()
+        frames: Array = self._staging.frames[: self._count].numpy().copy()
+        return frames
+
+
+def graph_frames(
+    decoder: Decoder,
+    predictor: CodePredictor,
+    codec: Codec,
+    *,
+    slots: int,
+    overlaps: bool,
+    kernels: bool,
+    one_bucket: bool,
+) -> GraphFrames:
+    """Frames of `slots` sessions through a decoder that has one slot more, and a cleared cache.
+
+    kernels: not in plain torch, where there are kernels for what the decoder computes.
+    """
+    buffers = FrameBuffers.of(
+        rows=buckets_up_to(slots)[-1],
+        slots=slots,
+        hidden_size=decoder.config.hidden_size,
+        vocab_size=decoder.config.vocab_size,
+        codebooks=1 + predictor.num_residuals,
+        device=decoder.device,
+        dtype=decoder.dtype,
+    )
+    program = _program_class(decoder, predictor, kernels)(buffers, decoder, predictor, codec)
+    return GraphFrames(program, buffers, codec, slots=slots, overlaps=overlaps, one_bucket=one_bucket)
+
+
+def _program_class(decoder: Decoder, predictor: CodePredictor, kernels: bool) -> Any:
+    if not kernels or not importlib.util.find_spec("triton"):
+        return PlainProgram
+    from tritone.pipelines.qwen3_omni.frame_kernels import KernelProgram, can_run
+
+    can = can_run(decoder.config) and can_run(predictor.decoder.config)
+    return KernelProgram if can else PlainProgram
+
+
+def buckets_up_to(rows: int) -> list[int]:
+    """Batch sizes to capture: powers of two up to one that holds `rows`."""
+    sizes = [1]
+    while sizes[-1] < rows:
+        sizes.append(2 * sizes[-1])
+    return sizes

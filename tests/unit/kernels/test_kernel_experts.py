@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tritone.kernels.experts import PAIRED_ROWS, Experts
+from tritone.kernels.products import Partials, Products
+from tritone.networks.layer_weights import ExpertWeights
+
+EPS, EXPERTS, CHOSEN, HIDDEN, INNER, PIECES = 1e-6, 6, 2, 48, 20, 1
+
+
+def output(x: torch.Tensor, norm: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+    """The definition, row by row in float64."""
+    out = []
+    for row in F.rms_norm(x.double(), (HIDDEN,), norm.double(), EPS):
+        shares = (weights.router.double() @ row).softmax(-1)
+        chosen = shares.argsort(descending=True)[:CHOSEN].tolist()
+        whole = shares[chosen].sum() if weights.renormalise else 1.0
+        parts = [(i, shares[i] / whole) for i in chosen]
+        if weights.shared_gate is not None:
+            parts += [(EXPERTS, (weights.shared_gate[0].double() @ row).sigmoid())]
+        total = torch.zeros_like(row)
+        for i, share in parts:
+            gate, up = (weights.gate_up[i].double() @ row).chunk(2)
+            total += share * (weights.down[i].double() @ (F.silu(gate) * up))
+        out.append(total)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("rows", [1, PAIRED_ROWS, PAIRED_ROWS + 1, 19])
+@pytest.mark.parametrize("shared", [True, False])
+def test_rows_are_sums_over_their_experts(noise, rows, shared):
+    count = EXPERTS + PIECES * shared
+    weights = ExpertWeights(
+        noise(EXPERTS, HIDDEN),
+        noise(count, 2 * INNER, HIDDEN, scale=HIDDEN**-0.5),
+        noise(count, HIDDEN, INNER, scale=INNER**-0.5),
+        noise(1, HIDDEN) if shared else None,
+        CHOSEN,
+        renormalise=shared,
+    )
+    x, norm, pending = noise(rows, HIDDEN), noise(HIDDEN), noise(2, rows, HIDDEN)
+    expected = x.double() + pending.double().sum(0)
+    expected += output(expected, norm, weights)
+    left = Experts(weights, rows, Products(EPS))(x, norm, weights, Partials(pending, 2))
+    made = x.double() if left is None else x.double() + left.values[: left.count].double().sum(0)
+    assert (left is None) == (rows <= PAIRED_ROWS)
+    torch.testing.assert_close(made, expected, atol=2e-5, rtol=2e-5)
