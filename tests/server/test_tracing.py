@@ -174,7 +174,11 @@ async def test_the_environment_switches_a_pipeline_on_that_says_nothing(server, 
     trace_id = answer.done.info["trace_id"]
     services = {service.removeprefix("fake") for service in SERVICES}
     spans = collector.until(
-        lambda spans: services <= {span.service.removeprefix("echo") for span in spans}, trace_id
+        lambda spans: (
+            services <= {span.service.removeprefix("echo") for span in spans}
+            and "chat echo" in {span.name for span in spans}
+        ),
+        trace_id,
     )
     assert {span.service.removeprefix("echo") for span in spans} == services
     assert {span.parent_id for span in spans if span.name == "chat echo"} == {""}

@@ -270,18 +270,15 @@ class StageLoop(Loop):
             self._engine.abort(session)
 
     def peer_lost(self, address: str) -> None:
-        for session, seat in list(self._seats.items()):
+        for session, seat in [*self._seats.items(), *self._undelivered.items()]:
+            lost = next((route.stage for route in seat.routes if route.address == address), "")
             if seat.inbox == address:
                 self.cancel(session)
-            elif any(route.address == address for route in seat.routes):
-                self._deliver([Delta(session, error=self._consumer_gone())])
-        for session, seat in list(self._undelivered.items()):
-            if seat.inbox == address:
-                self.cancel(session)
-            elif any(route.address == address for route in seat.routes):
-                self.cancel(session)
+            elif lost:
+                error = EngineLost(f"the engine of stage {lost} died under the request", "try again")
+                self.cancel(session, error.code)
                 with contextlib.suppress(wire.Disconnected):
-                    self._peers.send(seat.inbox, self._failed(session, self._consumer_gone()))
+                    self._peers.send(seat.inbox, self._failed(session, error))
 
     # -- inside the thread ----------------------------------------------------------------------------------
 
@@ -383,9 +380,6 @@ class StageLoop(Loop):
             if seat.sources_left > 0 and seat.fed_s < cutoff:
                 what = f"stage {self.model} was given nothing for {self._lease_s:g} s"
                 self._deliver([Delta(session, error=Unavailable(what, "try again"))])
-
-    def _consumer_gone(self) -> TritoneError:
-        return EngineLost(f"the stage after {self.model} went away", "try again")
 
     def _logged(self, error: Exception, where: str) -> TritoneError:
         log.exception("stage %s: %s failed", self.model, where)

@@ -208,7 +208,10 @@ def test_a_killed_consumer_fails_the_sessions_that_feed_it(make_chain, inbox):
     writer, singer = make_chain()
     os.kill(pid_of(singer), signal.SIGKILL)
     failure = failure_of(inbox, "echo_writer")
-    assert failure.code == "ENGINE_LOST" and failure.what == "the stage after echo_writer went away"
+    assert (
+        failure.code == "ENGINE_LOST"
+        and failure.what == "the engine of stage echo_singer died under the request"
+    )
     stats = writer.call(wire.Ping).result(5).stats["echo_writer"]
     assert stats["sessions"] == stats["connector_in_flight_bytes"] == stats["connector_queued_bytes"] == 0
 

@@ -305,7 +305,7 @@ def test_a_consumer_that_is_lost_with_what_it_had_not_taken_fails_a_session_that
     assert (failure.session, failure.code, failure.what) == (
         "s",
         "ENGINE_LOST",
-        "the stage after m went away",
+        "the engine of stage n died under the request",
     )
     stage.hand.delivered("s")
     stage.turn()
@@ -347,7 +347,8 @@ def test_a_lost_consumer_fails_the_sessions_that_feed_it(stage):
     assert stage.inboxes.sent == []
     stage.hand.consumer_lost(NEXT)
     stage.turn()
-    assert [message.what for message in stage.inboxes.sent] == ["the stage after m went away"]
+    [failure] = stage.inboxes.sent
+    assert failure.what == "the engine of stage n died under the request"
 
 
 def test_steps_that_gave_something_are_counted_and_the_sessions_in_them(stage):
