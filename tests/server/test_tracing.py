@@ -238,7 +238,9 @@ async def test_a_killed_engine_leaves_an_error_where_its_request_waited(server, 
             lambda spans: {"chat fake", "session fake_writer"} <= {s.name for s in spans}, trace_id
         )
         errors = {span.name: span.error for span in spans if span.error}
-        assert errors["chat fake"] == "UNAVAILABLE" and errors["stage singer"] == "ENGINE_LOST"
+        assert errors["chat fake"] == "UNAVAILABLE"
+        heard = errors["stage singer"], errors.get("stage writer")  # whoever noticed first, of the two
+        assert "ENGINE_LOST" in heard and set(heard) <= {"ENGINE_LOST", "CANCELLED", None}
         assert errors["session fake_writer"] in ("CANCELLED", "ENGINE_LOST")
         assert "session fake_singer" not in {span.name for span in spans}, "who was killed tells nothing"
         check_tree(spans, CALLER, LATE_S)
