@@ -226,6 +226,8 @@ async def test_a_listener_who_leaves_cancels_every_span(server, collector):
 async def test_a_killed_engine_leaves_an_error_where_its_request_waited(server, collector):
     trace_id, traceparent = new_trace()
     async with server.client("fake") as client:
+        await client.ask("words=2 pace_ms=0", traceparent=new_trace()[1])
+        collector.until(lambda spans: "fake_singer.engine" in {span.service for span in spans})
         stream = client.stream("words=400 pace_ms=5", traceparent=traceparent)
         async for event in stream:
             if isinstance(event, AudioChunk):
