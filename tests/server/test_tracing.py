@@ -63,11 +63,25 @@ def is_complete(spans):
     or a schedule later."""
     requests = [span for span in spans if span.name.startswith("chat ")]
     sessions = {span.name for span in spans if span.name.startswith("session ")}
-    wanted = {f"session {name}" for name in stages_of(spans) if name != "fake_wave"}
+    engines = stages_of(spans) - {"fake_wave"}
+    wanted = {f"session {name}" for name in engines}
+    opens = {span.name for span in spans if span.name.startswith("open ")}
     calls = sum(span.attributes.get("tritone.calls", 0) for span in spans)
     computed = sum(span.name.startswith("compute ") for span in spans)
     runs = sum(span.name.startswith("run ") for span in spans)
-    return bool(requests) and sessions >= wanted and calls == computed == runs
+    came = sessions >= wanted and opens >= {f"open {name}" for name in engines}
+    return bool(requests) and came and calls == computed == runs and is_whole(spans)
+
+
+def is_whole(spans):
+    """What is above each span has come, but for the caller's."""
+    ids = {span.span_id for span in spans}
+    return sum(span.parent_id not in ids for span in spans) == 1
+
+
+def has(*names):
+    """Whether spans of these names have come, and what is above them."""
+    return lambda spans: set(names) <= {span.name for span in spans} and is_whole(spans)
 
 
 def stages_of(spans):
@@ -197,10 +211,7 @@ async def test_a_stage_that_fails_is_the_one_that_has_the_error(server, collecto
     trace_id, traceparent = new_trace()
     async with server.client("fake") as client:
         await fails(client, TritoneError, "words=30 pace_ms=2 fail=singer@5", traceparent=traceparent)
-    spans = collector.until(
-        lambda spans: {"chat fake", "session fake_singer", "session fake_writer"} <= {s.name for s in spans},
-        trace_id,
-    )
+    spans = collector.until(has("chat fake", "session fake_singer", "session fake_writer"), trace_id)
     check_tree(spans, CALLER, LATE_S)
     errors = {span.name: span.error for span in spans if span.error}
     assert errors["chat fake"] == errors["stage singer"] == errors["session fake_singer"] == "INTERNAL"
@@ -213,10 +224,7 @@ async def test_a_listener_who_leaves_cancels_every_span(server, collector):
         async for event in client.stream("words=400 pace_ms=5", traceparent=traceparent):
             if isinstance(event, AudioChunk):
                 break
-    spans = collector.until(
-        lambda spans: {"chat fake", "session fake_singer", "session fake_writer"} <= {s.name for s in spans},
-        trace_id,
-    )
+    spans = collector.until(has("chat fake", "session fake_singer", "session fake_writer"), trace_id)
     check_tree(spans, CALLER, LATE_S)
     cancelled = {span.name for span in spans if span.error == "CANCELLED"}
     assert cancelled >= {"chat fake", "stage writer", "stage singer", "stage wave", "session fake_writer"}
@@ -236,9 +244,7 @@ async def test_a_killed_engine_leaves_an_error_where_its_request_waited(server, 
         with pytest.raises(Unavailable, match="singer"):
             async for _ in stream:
                 pass
-        spans = collector.until(
-            lambda spans: {"chat fake", "session fake_writer"} <= {s.name for s in spans}, trace_id
-        )
+        spans = collector.until(has("chat fake", "session fake_writer"), trace_id)
         errors = {span.name: span.error for span in spans if span.error}
         assert errors["chat fake"] == "UNAVAILABLE"
         heard = errors["stage singer"], errors.get("stage writer")  # whoever noticed first, of the two
