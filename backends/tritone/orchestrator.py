@@ -289,7 +289,7 @@ class Orchestrator:
                 session.trace.fail_stage(self._stage_names[message.source], message.code)
                 raise from_code(message.code, message.what, message.cure)
             yield message
-            waiting = {name for name in waiting if session.is_on(name)}
+            waiting = {name for name in waiting if session.needs(name)}
 
     async def _check_stages(self, names: set[str]) -> None:
         """Nothing came for long: that is a queue, or a stage that is not well. Raises for the latter."""
@@ -367,7 +367,7 @@ class Orchestrator:
         """Free everything the session holds, in every stage; the only way a session ends."""
         del self._sessions[session.id]
         for name, address in session.endpoints.items():
-            if session.is_on(name):
+            if session.holds(name):
                 self._inbox.tell(address, wire.Cancel(session.id))
         for name, call in session.chunk_calls.items():
             self._in_background(self._end_sequence(session.id, session.sequence, name, call))
@@ -431,7 +431,7 @@ class Orchestrator:
         self._lost_s[address] = self._loop.time()
         for session in self._sessions.values():
             for name, endpoint in session.endpoints.items():
-                if endpoint == address and session.is_on(name):
+                if endpoint == address and session.needs(name):
                     error = self._engine_died(name)
                     lost = wire.Failed(session.id, self._models[name], error.code, error.what, error.cure)
                     session.mail.put_nowait(lost)

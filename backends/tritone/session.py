@@ -43,9 +43,16 @@ class Session:
     num_frames: int = 0  # codec frames that the stages have made for it
     resumed: int = 0  # times that it began again
 
-    def is_on(self, stage: str) -> bool:
-        """Whether the engine of an open stage still has something of it that the answer needs."""
+    def holds(self, stage: str) -> bool:
+        """Whether the engine of an open stage still has something of it."""
         return stage not in self.finished or stage in self.undelivered
+
+    def needs(self, stage: str) -> bool:
+        """Whether the answer needs it: what a stage has not delivered matters while its consumers go on."""
+        if stage not in self.finished:
+            return True
+        going = [other for other in self.endpoints if other not in self.finished]
+        return stage in self.undelivered and any(self.routing.feeds(stage, other) for other in going)
 
     def begin_again(self, id_: str, sequence: int) -> None:
         """Forget what the stages were asked and said; what the client has received stays received."""

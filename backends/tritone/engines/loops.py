@@ -257,7 +257,9 @@ class StageLoop(Loop):
             self._deliver([Delta(session, error=error)])
 
     def delivered(self, session: str) -> None:
-        """The connector's consumers have taken all of a session."""
+        """The connector's consumers have taken all of a session, or all that it had given by then."""
+        if not self.connector.is_delivered(session):
+            return
         seat = self._undelivered.pop(session, None)
         if seat is not None:
             with contextlib.suppress(wire.Disconnected):  # the orchestrator is gone: nobody waits for it
@@ -278,7 +280,9 @@ class StageLoop(Loop):
                 error = EngineLost(f"the engine of stage {lost} died under the request", "try again")
                 self.cancel(session, error.code)
                 with contextlib.suppress(wire.Disconnected):
-                    self._peers.send(seat.inbox, self._failed(session, error))
+                    self._peers.send(
+                        seat.inbox, wire.Failed(session, lost, error.code, error.what, error.cure)
+                    )
 
     # -- inside the thread ----------------------------------------------------------------------------------
 
@@ -411,17 +415,20 @@ class BatchLoop(Loop):
         self._stats = dict(self._engine.stats())
 
     def batch(self, message: wire.Run, answer: Answer) -> None:
-        chunks = [Chunk(c.session, c.inputs, c.start, c.end, c.settings) for c in message.chunks]
+        # A process that came in the place of another has none of its streams.
+        lost = {c.session for c in message.chunks if not c.start and c.session not in self._touched_s}
+        given = [chunk for chunk in message.chunks if chunk.session not in lost]
+        chunks = [Chunk(c.session, c.inputs, c.start, c.end, c.settings) for c in given]
         self._beat_s = time.monotonic()
         self._touched_s.update((chunk.session, self._beat_s) for chunk in chunks)
         self._num_batches += 1
         self._num_batched += len(chunks)
         began_s = time.monotonic()
         try:
-            results = self._engine.run(chunks)
+            results = self._engine.run(chunks) if chunks else []
         except Exception as error:
             log.exception("stage %s: batch failed", self.model)
-            self._record(message.chunks, began_s, [TritoneError.code] * len(chunks))
+            self._record(given, began_s, [TritoneError.code] * len(chunks))
             for chunk in chunks:
                 self.cancel(chunk.session)
             answer(
@@ -436,7 +443,10 @@ class BatchLoop(Loop):
         self._stats = dict(self._engine.stats())
         busy = (began_s, time.monotonic())
         codes = [result.code if isinstance(result, TritoneError) else "" for result in results]
-        self._record(message.chunks, began_s, codes)
+        self._record(given, began_s, codes)
+        told = dict(zip((chunk.session for chunk in chunks), results, strict=True))
+        gone = EngineLost(f"the engine of stage {self.model} died under the request", "try again")
+        results = [told.get(chunk.session, gone) for chunk in message.chunks]
         answer(wire.Ran(message.call, [_stream_result(result, busy, len(chunks)) for result in results]))
 
     def _record(self, chunks: list[wire.StreamChunk], began_s: float, codes: list[str]) -> None:

@@ -438,7 +438,7 @@ def test_an_output_that_does_not_fit_its_port_fails_that_chunk_only(server, lett
 
 def test_a_chunk_of_a_stream_that_never_began_fails_alone(server):
     failed, served = server.batch_door.execute([chunk("ab", start=False), chunk("cd")])
-    assert end_of(failed) == "INTERNAL" and end_of(served) == "done"
+    assert end_of(failed) == "ENGINE_LOST" and end_of(served) == "done"
 
 
 def test_chunks_of_one_execute_are_one_batch_of_the_engine(server):

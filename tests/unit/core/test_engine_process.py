@@ -207,7 +207,7 @@ def failure_of(inbox, source):
 def test_a_killed_consumer_fails_the_sessions_that_feed_it(make_chain, inbox):
     writer, singer = make_chain()
     os.kill(pid_of(singer), signal.SIGKILL)
-    failure = failure_of(inbox, "echo_writer")
+    failure = failure_of(inbox, "echo_singer")
     assert (
         failure.code == "ENGINE_LOST"
         and failure.what == "the engine of stage echo_singer died under the request"
@@ -287,7 +287,7 @@ def test_batches_answer_each_stream_and_end_frees_its_state(make_link):
         wire.StreamChunk("a", {"frames": frames}, True, False, {}),
         wire.StreamChunk("ghost", {}, False, False, {}),
     )
-    assert first[0].outputs["pcm"].shape == (240,) and first[1].code == "INTERNAL"
+    assert first[0].outputs["pcm"].shape == (240,) and first[1].code == "ENGINE_LOST"
     run(wire.StreamChunk("a", {"frames": frames}, False, True, {}))
     assert link.call(wire.Ping).result(5).stats["echo_wave"]["active"] == 0
 

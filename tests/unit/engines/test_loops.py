@@ -287,6 +287,10 @@ def test_an_end_says_whether_the_stages_after_it_have_everything(stage):
     ends = [message for message in stage.inboxes.sent if isinstance(message, wire.Finished)]
     assert [(end.session, end.is_delivered) for end in ends] == [("s", False), ("t", True)]
     del stage.inboxes.sent[:]
+    stage.hand.delivered("s")  # by one consumer, before there was anything for another
+    stage.turn()
+    assert stage.inboxes.sent == []
+    stage.hand.untaken.clear()
     for session in ("s", "t", "s"):
         stage.hand.delivered(session)
     stage.turn()
@@ -302,6 +306,7 @@ def test_a_consumer_that_is_lost_with_what_it_had_not_taken_fails_a_session_that
     stage.hand.consumer_lost(NEXT)
     stage.turn()
     [failure] = stage.inboxes.sent
+    assert failure.source == "n", "who died, not who noticed"
     assert (failure.session, failure.code, failure.what) == (
         "s",
         "ENGINE_LOST",
