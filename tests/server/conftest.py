@@ -1,6 +1,8 @@
 """Real servers for tests: started by `tritone serve` or plain, on free ports, gone without a trace."""
 
+import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from tritone_client import AsyncTritoneClient
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240
+REGION = re.compile(r" (/dev/shm/\S+)$", re.MULTILINE)
 
 
 @dataclass
@@ -54,13 +57,27 @@ class RunningServer:
                 found.add(pid)
         return found
 
-    def assert_gone(self, pids, within_s=0.0):
-        """Nothing of the run is left: no process, no shared memory, no socket."""
+    def regions(self):
+        """Shared memory that its processes map."""
+        found = set()
+        for pid in self.all_pids():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                found |= set(REGION.findall(Path(f"/proc/{pid}/maps").read_text()))
+        return found
+
+    def traces(self):
+        """What an end has to take away: processes and shared memory."""
+        return self.all_pids(), self.regions()
+
+    def assert_gone(self, traces, within_s=0.0):
+        """Nothing of `traces` is left, nor a socket of the run."""
+        pids, regions = traces
+        assert regions, "no process of the server maps shared memory"
         deadline = time.monotonic() + within_s
 
         def leftovers():
             alive = [pid for pid in pids if guard.is_running(pid)]
-            shared = [path.name for path in Path("/dev/shm").iterdir() if str(self.server_pid) in path.name]
+            shared = [region for region in regions if Path(region).exists()]
             unix = Path("/proc/net/unix").read_text().splitlines()
             sockets = [line.split()[-1] for line in unix if f"tritone/{self.server_pid}-" in line]
             return alive + shared + sockets
@@ -132,11 +149,11 @@ def serve(tmp_path_factory):
     for server in started:
         if server.process.poll() is not None:
             continue  # its test ended it
-        pids = server.all_pids()
+        traces = server.traces()
         server.process.send_signal(signal.SIGTERM)
         output, _ = server.process.communicate(timeout=60)
         assert server.process.returncode == 0, output + tail(server.log)
-        server.assert_gone(pids)
+        server.assert_gone(traces)
 
 
 @pytest.fixture
@@ -188,10 +205,10 @@ def plain_server(tmp_path):
 
     yield start
     for server in started:
-        pids = server.all_pids()
+        traces = server.traces()
         server.process.terminate()
         assert server.process.wait(timeout=60) == 0, tail(server.log)
-        server.assert_gone(pids, within_s=5)
+        server.assert_gone(traces, within_s=5)
 
 
 def free_ports(count):

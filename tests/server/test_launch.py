@@ -36,15 +36,15 @@ async def busy(server, count=6):
 async def test_an_end_under_load_leaves_nothing(serve, echo_folder, name):
     server = serve(echo_folder, overrides=["stage.writer.engine.step_s=0.02"], options=["--drain-s=0"])
     client, tasks = await busy(server)
-    pids = server.all_pids()
-    assert len(pids) >= 9, "the server, five stubs and three engines"
+    traces = server.traces()
+    assert len(traces[0]) >= 9, "the server, five stubs and three engines"
     os.kill(server.process.pid, signal.Signals[name])
     status = await asyncio.to_thread(server.process.wait, 60)
     assert status == {"SIGTERM": 0, "SIGKILL": -9}[name]
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
     assert all(isinstance(result, TritoneError) for result in results), results
     await client.close()
-    await asyncio.to_thread(server.assert_gone, pids, 30)
+    await asyncio.to_thread(server.assert_gone, traces, 30)
 
 
 def tritone(*words):

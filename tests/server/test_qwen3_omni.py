@@ -293,7 +293,7 @@ def held_resources(server):
         folder = Path(f"/proc/{server.engine_pid(stage)}/fd")
         links = [os.readlink(link) for link in folder.iterdir() if link.is_symlink()]
         counts[stage] = (len(links), sum("memfd:tritone" in link for link in links))
-    counts["shm"] = sum(str(server.server_pid) in path.name for path in Path("/dev/shm").iterdir())
+    counts["shm"] = len(server.regions())
     return counts
 
 

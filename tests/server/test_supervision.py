@@ -201,7 +201,7 @@ async def test_an_engine_that_hangs_is_restarted_by_its_door(server):
 
 
 async def test_the_end_lets_streams_finish_and_refuses_new_ones(server):
-    pids, health = server.all_pids(), facts(server)["health"]
+    traces, health = server.traces(), facts(server)["health"]
     async with server.client("echo") as client:
         tasks = await begun(client, 4)
         server.process.send_signal(signal.SIGTERM)
@@ -211,7 +211,7 @@ async def test_the_end_lets_streams_finish_and_refuses_new_ones(server):
                 await answer(client, "too late")  # if not the first, then the next
         assert all(await asyncio.gather(*tasks)), "a stream that ran was cut"
     assert await asyncio.to_thread(server.process.wait, 30) == 0
-    await asyncio.to_thread(server.assert_gone, pids, 5)
+    await asyncio.to_thread(server.assert_gone, traces, 5)
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +269,7 @@ async def test_a_reload_drops_no_stream_and_touches_no_other_pipeline(two_pipeli
 
 async def test_asking_twice_ends_at_once(two_pipelines):
     server, health = two_pipelines, facts(two_pipelines)["health"]
-    pids = server.all_pids()
+    traces = server.traces()
     async with server.client("second") as client:
         tasks = await begun(client, 2)
         server.process.send_signal(signal.SIGTERM)
@@ -279,4 +279,4 @@ async def test_asking_twice_ends_at_once(two_pipelines):
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, TritoneError) for result in results)
     assert await asyncio.to_thread(server.process.wait, 20) == 0
-    await asyncio.to_thread(server.assert_gone, pids, 5)
+    await asyncio.to_thread(server.assert_gone, traces, 5)
