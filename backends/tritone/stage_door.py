@@ -14,8 +14,8 @@ from typing import Any
 
 from msgspec import structs
 
+from tritone import allocator, wire
 from tritone import deploy as deploys
-from tritone import wire
 from tritone.control import OpenSession
 from tritone.deploy import Deploy
 from tritone.engine_link import EngineLink
@@ -86,6 +86,7 @@ class StageDoor:
 
     def __init__(self, args: Mapping[str, str]) -> None:
         keep_private()
+        allocator.give_back_often()
         self.deploy, parameters, path = load_deploy(args)
         self.stage = self.deploy.pipeline.stage(parameters["stage"])
         self.settings = self.deploy.stage(self.stage.name)

@@ -2,7 +2,7 @@
 
 import os
 
-from tritone import inbox
+from tritone import allocator, inbox
 from tritone.orchestrator import Orchestrator
 from tritone.private_memory import keep_private
 from tritone.readiness import Readiness
@@ -15,6 +15,7 @@ from tritone.triton import Reply, is_decoupled, read_inputs, read_parameters
 class TritonPythonModel:
     def initialize(self, args):
         keep_private()
+        allocator.give_back_often()
         deploy, _, _ = load_deploy(args)
         self._inputs = deploy.pipeline.inputs
         name = f"{args['model_name']}/{os.getpid()}"

@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tritone import allocator, wire
 from tritone import deploy as deploys
-from tritone import wire
 from tritone.connectors.base import Budget
 from tritone.connectors.local import LocalConnector
 from tritone.deploy import Deploy
@@ -217,6 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         time.sleep(1.0)
         return 1
     load_s = time.monotonic() - began_s
+    allocator.give_back_often()
     host.become(wire.Ready(load_s), loops)
     log.info("stages %s ready after %.1f s", arguments.stages, load_s)
     threading.Event().wait()

@@ -1,4 +1,8 @@
-"""Servers and stubs get the frugal allocator, engines the quick one, and a user's own setting wins."""
+"""Servers and stubs get the frugal allocator, engines the quick one; freed pages go back."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -32,3 +36,39 @@ def test_engines_do_not_inherit_what_servers_get(environments):
 def test_a_setting_of_the_user_holds_for_both(environments):
     server, engine = environments({allocator.VARIABLE: "glibc.malloc.arena_max=1"})
     assert server[allocator.VARIABLE] == engine[allocator.VARIABLE] == "glibc.malloc.arena_max=1"
+
+
+FREED_BELOW_ONE_BLOCK = """
+import ctypes, time
+from pathlib import Path
+from tritone import allocator
+
+def held_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+blocks = [libc.malloc(60_000) for _ in range(1000)]
+for block in blocks:
+    ctypes.memset(ctypes.c_void_p(block), 1, 60_000)
+for block in blocks[:-1]:
+    libc.free(block)
+freed = held_mib()
+allocator.give_back_often(every_s=0.05)
+deadline = time.monotonic() + 10
+while held_mib() > freed - 50 and time.monotonic() < deadline:
+    time.sleep(0.02)
+print(freed - held_mib())
+"""
+
+
+def test_freed_pages_are_given_back():
+    done = subprocess.run(
+        [sys.executable, "-c", FREED_BELOW_ONE_BLOCK],
+        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) > 50, "60 MB were freed below a block that is still in use"
