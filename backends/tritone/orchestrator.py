@@ -285,10 +285,11 @@ class Orchestrator:
                     raise self._stalled(waiting) from None
                 continue
             heard_s = self._loop.time()
-            if isinstance(message, wire.Failed):
-                session.trace.fail_stage(self._stage_names[message.source], message.code)
+            if not isinstance(message, wire.Failed):
+                yield message
+            elif session.needs(name := self._stage_names[message.source]):  # still, since it was sent
+                session.trace.fail_stage(name, message.code)
                 raise from_code(message.code, message.what, message.cure)
-            yield message
             waiting = {name for name in waiting if session.needs(name)}
 
     async def _check_stages(self, names: set[str]) -> None:

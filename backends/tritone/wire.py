@@ -342,7 +342,7 @@ class Channel:
             try:
                 self._write(data, 0 if wait else socket.MSG_DONTWAIT)
             except BlockingIOError as error:
-                self.close()
+                self.shutdown()
                 raise Disconnected(str(error)) from None
 
     def try_send(self, packet: bytes) -> bool:
@@ -386,7 +386,7 @@ class Channel:
         except BlockingIOError:
             raise
         except OSError as error:
-            self.close()
+            self.shutdown()  # what the peer sent before it went can still be received
             raise Disconnected(str(error)) from None
         finally:
             for fd in descriptors:
@@ -400,6 +400,8 @@ class Channel:
             )
         except BlockingIOError:
             raise
+        except ConnectionResetError:  # told once, ahead of what the peer sent: it ended with ours unread
+            return self.receive(flags)
         except OSError as error:
             raise Disconnected(str(error)) from None
         if not data:
@@ -462,7 +464,7 @@ def accept(server: socket.socket) -> Channel:
     """The next peer of this user; others are turned away."""
     while True:
         sock, _ = server.accept()
-        if _peer_uid(sock) == os.getuid():
+        if _peer(sock)[1] == os.getuid():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
             return Channel(sock)
         sock.close()
@@ -476,7 +478,7 @@ def connect(address: str) -> Channel:
     except OSError as error:
         sock.close()
         raise Disconnected(f"{address}: {error.strerror}") from None
-    if _peer_uid(sock) != os.getuid():
+    if _peer(sock)[1] != os.getuid():
         sock.close()
         raise Disconnected(f"{address} belongs to another user")
     return Channel(sock)
@@ -487,10 +489,6 @@ def _socket() -> socket.socket:
     # Bounds `connect` too, when the backlog of a stopped process is full. Accepted sockets do not inherit it.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
     return sock
-
-
-def _peer_uid(sock: socket.socket) -> int:
-    return _peer(sock)[1]
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:

@@ -110,13 +110,14 @@ class Connector(ABC):
     def attach(
         self,
         arrived: Callable[[str], None],
-        consumer_lost: Callable[[str], None],
+        consumer_lost: Callable[[str, frozenset[str]], None],
         delivered: Callable[[str], None],
     ) -> None:
         """Once, before anything else; all are called from any thread.
 
-        arrived: `get` has news of this session. consumer_lost: the process at this address went away.
-        delivered: every chunk that was put of this session has been taken.
+        arrived: `get` has news of this session. consumer_lost: the process at this address went away, or was
+        cut off, and of these sessions it will never have all that was put; until their cleanup they are not
+        delivered. delivered: every chunk that was put of this session has been taken.
         """
 
     @abstractmethod

@@ -100,17 +100,18 @@ class LocalConnector(Connector):
         self._outlets: dict[Stream, tuple[Outlet, Lane]] = {}
         self._receiver = Receiver(limits)
         self._producers: dict[wire.Channel, _Producer] = {}
+        self._lost: set[str] = set()  # sessions of which a consumer will never take all, until their cleanup
         self._origins: dict[Stream, wire.Channel] = {}  # where the streams of expected sessions come from
         self._num_put = 0
         self._is_closed = False
         self._arrived: Callable[[str], None] = _tell_nobody
-        self._consumer_lost: Callable[[str], None] = _tell_nobody
+        self._consumer_lost: Callable[[str, frozenset[str]], None] = _tell_nobody
         self._delivered: Callable[[str], None] = _tell_nobody
 
     def attach(
         self,
         arrived: Callable[[str], None],
-        consumer_lost: Callable[[str], None],
+        consumer_lost: Callable[[str, frozenset[str]], None],
         delivered: Callable[[str], None],
     ) -> None:
         self._arrived, self._consumer_lost, self._delivered = arrived, consumer_lost, delivered
@@ -120,7 +121,7 @@ class LocalConnector(Connector):
             return self._has_gone(session)
 
     def _has_gone(self, session: str) -> bool:
-        return not any(name == session for name, _ in self._outlets)
+        return session not in self._lost and not any(name == session for name, _ in self._outlets)
 
     # -- what the stage gives --------------------------------------------------------------------------------
 
@@ -198,10 +199,13 @@ class LocalConnector(Connector):
             if self._lanes.get(address) is lane:
                 del self._lanes[address]
             self._threads.pop(lane, None)
-            self._drop_outlets([stream for stream, (_, its) in self._outlets.items() if its is lane])
+            streams = {stream: outlet for stream, (outlet, its) in self._outlets.items() if its is lane}
+            lost = frozenset(session for (session, _), outlet in streams.items() if not outlet.is_closed)
+            self._drop_outlets(list(streams))
             if self._is_closed:
                 return
-        self._consumer_lost(address)
+            self._lost |= lost
+        self._consumer_lost(address, lost)
 
     def _drop_outlets(self, streams: list[Stream]) -> None:
         for stream in streams:
@@ -281,6 +285,7 @@ class LocalConnector(Connector):
         with self._lock:
             self._ignore(session)
             self._drop_outlets([stream for stream in self._outlets if stream[0] == session])
+            self._lost.discard(session)
 
     def close(self) -> None:
         with self._lock:
@@ -313,5 +318,5 @@ class LocalConnector(Connector):
             }
 
 
-def _tell_nobody(_: str) -> None:
+def _tell_nobody(*_: object) -> None:
     """Until the stage's loop attaches itself."""

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -130,7 +130,7 @@ class Loop(ABC):
 
     @abstractmethod
     def peer_lost(self, address: str) -> None:
-        """A consumer, maybe the orchestrator, went away."""
+        """The orchestrator at this address went away."""
 
 
 class StageLoop(Loop):
@@ -149,7 +149,7 @@ class StageLoop(Loop):
         self.connector = connector
         connector.attach(
             arrived=lambda session: self.post(partial(self.take, session)),
-            consumer_lost=lambda address: self.post(partial(self.peer_lost, address)),
+            consumer_lost=lambda address, sessions: self.post(partial(self.output_lost, address, sessions)),
             delivered=lambda session: self.post(partial(self.delivered, session)),
         )
         self._engine = engine
@@ -273,16 +273,21 @@ class StageLoop(Loop):
 
     def peer_lost(self, address: str) -> None:
         for session, seat in [*self._seats.items(), *self._undelivered.items()]:
-            lost = next((route.stage for route in seat.routes if route.address == address), "")
             if seat.inbox == address:
                 self.cancel(session)
-            elif lost:
-                error = EngineLost(f"the engine of stage {lost} died under the request", "try again")
-                self.cancel(session, error.code)
-                with contextlib.suppress(wire.Disconnected):
-                    self._peers.send(
-                        seat.inbox, wire.Failed(session, lost, error.code, error.what, error.cure)
-                    )
+
+    def output_lost(self, address: str, sessions: Collection[str]) -> None:
+        """Of these sessions the consumer at this address will never have all that they gave it."""
+        for session in sessions:
+            seat = self._seats.get(session) or self._undelivered.get(session)
+            if seat is None:
+                self.connector.cleanup(session)
+                continue
+            lost = next(route.stage for route in seat.routes if route.address == address)
+            error = EngineLost(f"the engine of stage {lost} died under the request", "try again")
+            self.cancel(session, error.code)
+            with contextlib.suppress(wire.Disconnected):  # the orchestrator is gone: nobody waits for it
+                self._peers.send(seat.inbox, wire.Failed(session, lost, error.code, error.what, error.cure))
 
     # -- inside the thread ----------------------------------------------------------------------------------
 

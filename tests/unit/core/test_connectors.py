@@ -233,7 +233,7 @@ class End:
         self.budget = Budget(ConnectorLimits(**limits).queued_bytes)
         self.connector = LocalConnector(self.address, stage, ConnectorLimits(**limits), self.budget)
         self.news, self.lost, self.gone = queue.Queue(), queue.Queue(), queue.Queue()
-        self.connector.attach(self.news.put, self.lost.put, self.gone.put)
+        self.connector.attach(self.news.put, lambda *what: self.lost.put(what), self.gone.put)
         self.is_reading = threading.Event()
         self.is_reading.set()
         self._server = wire.listen(self.address)
@@ -442,7 +442,8 @@ def test_a_peer_that_never_reads_again_is_lost(make_end, monkeypatch):
     deaf.is_reading.clear()
     for number in range(40):
         put(giver, deaf, number, rows(40))
-    assert giver.lost.get(timeout=5) == deaf.address
+    put(giver, make_end(), 0, session="to another", edge=("giver", "other"))
+    assert giver.lost.get(timeout=5) == (deaf.address, {"s"})
     assert giver.budget.used_bytes == 0 and giver.stat("in_flight_bytes") == 0
 
 
@@ -504,6 +505,32 @@ def test_a_session_is_delivered_when_all_its_consumers_have_taken_all(make_end):
     assert giver.gone.get(timeout=5) == "s" and giver.connector.is_delivered("s")
 
 
+def test_what_was_lost_is_not_delivered_before_its_session_is_forgotten(make_end):
+    giver, taker = make_end("giver"), make_end()
+    taker.connector.expect("s")
+    giver.connector.put("tritone-test/nobody", Key("s", ("giver", "n"), 0), {}, True)
+    assert giver.lost.get(timeout=5) == ("tritone-test/nobody", {"s"})
+    put(giver, taker, 0, last=True)
+    taker.get("s", 1)
+    wait_until(lambda: giver.connector._outlets == {})
+    assert giver.gone.empty() and not giver.connector.is_delivered("s")
+    giver.connector.cleanup("s")
+    assert giver.connector.is_delivered("s")
+
+
+def test_a_consumer_that_wants_no_more_loses_nothing(make_end):
+    giver, taker = make_end("giver"), make_end()
+    for session in ("s", "t"):
+        taker.connector.expect(session)
+        put(giver, taker, 0, session=session)
+    taker.get("s", 1)
+    taker.connector.ignore("s")
+    wait_until(lambda: giver.connector._outlets["s", EDGE][0].is_closed)
+    for channel in taker._channels:
+        channel.shutdown()
+    assert giver.lost.get(timeout=5) == (taker.address, {"t"})
+
+
 def test_what_nobody_wants_is_delivered(make_end):
     giver, taker = make_end("giver"), make_end()
     taker.connector.expect("s")
@@ -517,7 +544,7 @@ def test_what_nobody_wants_is_delivered(make_end):
 def test_nobody_at_the_address_is_a_lost_consumer(make_end):
     giver = make_end("giver")
     giver.connector.put("tritone-test/nobody", Key("s", EDGE, 0), {"x": 1}, False)
-    assert giver.lost.get(timeout=5) == "tritone-test/nobody"
+    assert giver.lost.get(timeout=5) == ("tritone-test/nobody", {"s"})
     assert giver.budget.used_bytes == 0
 
 
@@ -598,7 +625,7 @@ def test_a_consumer_that_is_killed_is_noticed_and_frees_what_waits_for_it(make_e
         assert heard == [b"Hello", b"Piece", b"Piece"]
         assert giver.stat("in_flight_bytes") > 0 and giver.budget.used_bytes > 0
         process.kill()
-        assert giver.lost.get(timeout=5) == address
+        assert giver.lost.get(timeout=5) == (address, {"s"})
     assert giver.budget.used_bytes == 0 and giver.stat("in_flight_bytes") == 0
 
 

@@ -132,6 +132,21 @@ def test_a_closed_peer_is_noticed_on_both_sides(pair):
         near.send(wire.Cancel("s"))
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["nothing is sent", "more is sent"])
+def test_the_last_words_of_a_peer_that_read_no_more_arrive(pair, told):
+    near, far = pair
+    near.send(wire.Cancel("unread"))
+    for number in range(3):
+        far.send(wire.Credit("s", "m", "n", number))
+    far.close()
+    if told:
+        with pytest.raises(wire.Disconnected):
+            near.send(wire.Cancel("in vain"))
+    assert [near.receive().number for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(wire.Disconnected):
+        near.receive()
+
+
 def test_garbage_ends_the_connection_instead_of_the_process(pair):
     near, far = pair
     near._sock.send(b"\0garbage")

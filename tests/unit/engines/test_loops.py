@@ -303,7 +303,7 @@ def test_a_consumer_that_is_lost_with_what_it_had_not_taken_fails_a_session_that
     stage.hand.untaken.add("s")
     stage.makes(Delta("s", {}, "stop"), Delta("t", {}, "stop"))
     del stage.inboxes.sent[:]
-    stage.hand.consumer_lost(NEXT)
+    stage.hand.consumer_lost(NEXT, {"s"})
     stage.turn()
     [failure] = stage.inboxes.sent
     assert failure.source == "n", "who died, not who noticed"
@@ -328,7 +328,7 @@ def test_what_was_not_taken_is_forgotten_with_its_session(stage, end):
     else:
         stage.loop.peer_lost(INBOX)
     assert ("cleanup", "s") in stage.hand.calls
-    stage.hand.consumer_lost(NEXT)
+    stage.hand.consumer_lost(NEXT, {"s"})
     stage.hand.delivered("s")
     stage.turn()
     assert stage.inboxes.sent == [] and stage.loop._undelivered == {}
@@ -345,15 +345,17 @@ def test_a_full_connector_fails_that_session_only(stage):
     assert ("cleanup", "s") in stage.hand.calls and stage.engine.told == [("s", "abort")]
 
 
-def test_a_lost_consumer_fails_the_sessions_that_feed_it(stage):
-    stage.open()
-    stage.hand.consumer_lost("somebody else")
+def test_a_lost_consumer_fails_the_sessions_of_which_it_lacks_something(stage):
+    stage.open("s")
+    stage.open("t")
+    stage.hand.consumer_lost(NEXT, set())
     stage.turn()
     assert stage.inboxes.sent == []
-    stage.hand.consumer_lost(NEXT)
+    stage.hand.consumer_lost(NEXT, {"s", "gone"})
     stage.turn()
     [failure] = stage.inboxes.sent
-    assert failure.what == "the engine of stage n died under the request"
+    assert (failure.session, failure.what) == ("s", "the engine of stage n died under the request")
+    assert ("cleanup", "gone") in stage.hand.calls
 
 
 def test_steps_that_gave_something_are_counted_and_the_sessions_in_them(stage):
