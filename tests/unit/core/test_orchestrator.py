@@ -1024,6 +1024,21 @@ def test_an_engine_that_has_delivered_everything_may_die(bench):
     assert client.outcome() == "done"
 
 
+def test_a_death_that_matters_no_more_when_it_is_heard_of_fails_nothing(bench):
+    bench.script = ends_undelivered
+    client = bench.speak()
+    (session,) = bench.sessions()
+    wait_until(lambda: has_ended(bench, "writer", session))
+    taken = wire.Delivered(session, bench.writer._model)
+    died = wire.Failed(session, bench.writer._model, "ENGINE_LOST", "the engine died", "try again")
+    loop = bench.orchestrator._loop
+    loop.call_soon_threadsafe(lambda: [bench.orchestrator._deliver(message) for message in (taken, died)])
+    bench.sing(session, 0, "ab")
+    bench.singer.piece(session, 1, {}, last=True)
+    bench.singer.finish(session)
+    assert client.outcome() == "done"
+
+
 def test_an_answer_is_complete_when_those_that_take_have_ended(bench):
     bench.script = ends_undelivered
     client = bench.speak()
