@@ -2,7 +2,8 @@
 
 In a server and its stubs a buffer is made by one thread and freed by another. With the library's defaults
 every thread keeps what it freed, and those caches fill for thousands of requests: it looks like a leak.
-Engines keep the defaults, with which the many small tensors of a network are made faster.
+Engines keep the caches, with which the many small tensors of a network are made faster; their connections come
+and go with threads of their own, so the number of heaps is bounded there too.
 
 Stubs and engines give freed pages back to the system by and by: by itself the library returns only those at
 the end of a heap.
@@ -16,6 +17,7 @@ from collections.abc import MutableMapping
 
 VARIABLE = "GLIBC_TUNABLES"
 SERVER = "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=2"
+ENGINE = "glibc.malloc.arena_max=2"
 GIVE_BACK_EVERY_S = 10.0
 
 
@@ -25,9 +27,9 @@ def for_server(env: MutableMapping[str, str]) -> None:
 
 
 def for_engine(env: MutableMapping[str, str]) -> None:
-    """Take back what `for_server` set: an engine inherits the environment of its server."""
+    """In place of what `for_server` set: an engine inherits the environment of its server."""
     if env.get(VARIABLE) == SERVER:
-        del env[VARIABLE]
+        env[VARIABLE] = ENGINE
 
 
 def give_back_often(every_s: float = GIVE_BACK_EVERY_S) -> None:

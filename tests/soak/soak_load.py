@@ -12,6 +12,7 @@ from soak_http import leave_at_first_sound
 from soak_listener import Job, all_of, listen
 from soak_report import Report, spread
 from soak_watch import Reading, processor_s, read, slopes
+from tritone.allocator import GIVE_BACK_EVERY_S
 from tritone_client import AsyncTritoneClient
 
 PIPELINE = "fake"
@@ -83,9 +84,12 @@ async def memory(
     aborted: int = 1000,
     warm_up: int = 500,
     at_once: int = 32,
-    allowed_kib: float = 0.1,
+    allowed_kib: float = 0.02,
+    num_readings: int = 20,
+    settle_s: float = GIVE_BACK_EVERY_S + 1,
 ) -> Report:
-    """allowed_kib: growth a request that is no problem, whatever its error."""
+    """allowed_kib: growth a request that is no problem, whatever its error. settle_s: before each reading,
+    so that the processes have given back what they freed."""
     report = Report("b", f"memory over {requests} requests, {aborted} of them left at random points")
     rng = random.Random(2)
     leaving = set(rng.sample(range(requests), aborted))
@@ -93,7 +97,7 @@ async def memory(
         replace(job, leave_after_s=rng.uniform(0.001, 0.3)) if number in leaving else job
         for number, job in enumerate(mixed_jobs(rng, requests, first_seed=warm_up))
     ]
-    block = max(requests // 50, at_once)
+    block = max(requests // num_readings, at_once)
     counts, readings = [], list[Reading]()
     async with server.client(PIPELINE) as client:
         report.judge(await all_of(client, mixed_jobs(rng, warm_up), at_once))
@@ -102,6 +106,7 @@ async def memory(
             outcomes = await all_of(client, jobs[begin : begin + block], at_once)
             report.judge(outcomes, ("exact", "left"))
             await quiet(client, report)
+            await asyncio.sleep(settle_s)
             counts.append(begin + len(outcomes))
             readings.append(read(server.process.pid))
     first, last = readings[0], readings[-1]

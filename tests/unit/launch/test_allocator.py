@@ -30,7 +30,7 @@ def environments(tmp_path, monkeypatch):
 def test_engines_do_not_inherit_what_servers_get(environments):
     server, engine = environments({"HOME": "/tmp"})
     assert server[allocator.VARIABLE] == allocator.SERVER
-    assert allocator.VARIABLE not in engine and engine["HOME"] == "/tmp"
+    assert engine[allocator.VARIABLE] == allocator.ENGINE and engine["HOME"] == "/tmp"
 
 
 def test_a_setting_of_the_user_holds_for_both(environments):
