@@ -2,8 +2,8 @@
 
 In a server and its stubs a buffer is made by one thread and freed by another. With the library's defaults
 every thread keeps what it freed, and those caches fill for thousands of requests: it looks like a leak.
-Engines keep the caches, with which the many small tensors of a network are made faster; their connections come
-and go with threads of their own, so the number of heaps is bounded there too.
+Engines keep the caches, with which the many small tensors of a network are made faster; their connections
+come and go with threads of their own, so the number of heaps is bounded there too.
 
 Stubs and engines give freed pages back to the system by and by: by itself the library returns only those at
 the end of a heap.
