@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tritone.errors import InvalidRequest, Unsupported
-from tritone.media import unwrapped
+from tritone.media import Check, unwrapped, wanted
 
 if TYPE_CHECKING:
     import soundfile
@@ -45,7 +45,9 @@ class AudioLimits:
     max_channels: int = 8
 
 
-def decode_audio(data: bytes, limits: AudioLimits, name: str = "audio") -> tuple[Samples, int]:
+def decode_audio(
+    data: bytes, limits: AudioLimits, name: str = "audio", check: Check = wanted
+) -> tuple[Samples, int]:
     """The sound of an encoded file, its channels mixed, and its rate in Hz.
 
     data: a WAV, FLAC, MP3 or OGG file, or base64 text of one. name: the field in errors.
@@ -59,7 +61,7 @@ def decode_audio(data: bytes, limits: AudioLimits, name: str = "audio") -> tuple
             raise InvalidRequest(f"{name} has {channels} channels", f"send at most {limits.max_channels}")
         if _is_known(file.frames):
             _check_length(name, file.frames, rate_hz, limits)
-        samples = _mixed(file, name, rate_hz, limits)
+        samples = _mixed(file, name, rate_hz, limits, check)
     if not len(samples):
         raise InvalidRequest(f"{name} holds no samples", "send a recording")
     _check_finite(name, samples)
@@ -222,11 +224,12 @@ def _opened(data: bytes, name: str) -> soundfile.SoundFile:
         ) from None
 
 
-def _mixed(file: soundfile.SoundFile, name: str, rate_hz: int, limits: AudioLimits) -> Samples:
+def _mixed(file: soundfile.SoundFile, name: str, rate_hz: int, limits: AudioLimits, check: Check) -> Samples:
     """Everything in `file`, mono; refused as soon as it is longer than its header said it may be."""
     parts: list[Samples] = []
     num_samples = 0
     for block in _blocks(file, name, rate_hz):
+        check()
         num_samples += len(block)
         _check_length(name, num_samples, rate_hz, limits)
         parts.append(block[:, 0] if block.shape[1] == 1 else block.mean(axis=1))

@@ -1,10 +1,18 @@
-"""Files as callers attach them: the bytes themselves or, over HTTP, base64 text of them."""
+"""Files as callers attach them: the bytes themselves or, over HTTP, base64 text of them.
+
+Decoding takes as long as the file wants. So decoders call a Check between its parts, with which whoever asked
+can end the work.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import re
+from collections.abc import Callable
+
+Check = Callable[[], None]
+"""Raises TritoneError when nobody wants the file any more."""
 
 _DATA_URI = re.compile(rb"\s*data:[^,]{0,200};base64,")
 _BASE64_HEAD = re.compile(rb"[A-Za-z0-9+/\s]{8,}={0,2}\s*")
@@ -25,6 +33,10 @@ def unwrapped(data: bytes) -> bytes:
         return base64.b64decode(text.translate(None, b" \t\r\n"), validate=True)
     except binascii.Error:
         return data
+
+
+def wanted() -> None:
+    """The Check of a file that is wanted whatever happens."""
 
 
 def is_url(data: bytes) -> bool:

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tritone.audio import Samples
-from tritone.errors import InvalidRequest
-from tritone.media import unwrapped
+from tritone.errors import InvalidRequest, TritoneError
+from tritone.media import Check, unwrapped, wanted
 
 if TYPE_CHECKING:
     import av.container
@@ -81,7 +81,13 @@ def decode_image(data: bytes, max_pixels: int, name: str = "image") -> Pixels:
         ) from None
 
 
-def decode_video(data: bytes, limits: VideoLimits, audio_rate_hz: int = 0, name: str = "video") -> Video:
+def decode_video(
+    data: bytes,
+    limits: VideoLimits,
+    audio_rate_hz: int = 0,
+    name: str = "video",
+    check: Check = wanted,
+) -> Video:
     """Frames of an encoded video, evenly spaced, and its sound at `audio_rate_hz` if that is not 0.
 
     data: an MP4, MKV, WEBM … file, or base64 text of one. name: the field in errors.
@@ -93,15 +99,15 @@ def decode_video(data: bytes, limits: VideoLimits, audio_rate_hz: int = 0, name:
     data = unwrapped(data)
     try:
         with av.open(io.BytesIO(data), mode="r", options=_CONTAINERS) as container:
-            total, rate_hz = _length(container, limits, name)
+            total, rate_hz = _length(container, limits, name, check)
         count = num_frames(total, rate_hz, limits)
         with av.open(io.BytesIO(data), mode="r", options=_CONTAINERS) as container:
-            frames = _frames(container, total, count, limits, name)
+            frames = _frames(container, total, count, limits, name, check)
         samples = None
         if audio_rate_hz:
             with av.open(io.BytesIO(data), mode="r", options=_CONTAINERS) as container:
-                samples = _sound(container, audio_rate_hz, limits, name)
-    except InvalidRequest:
+                samples = _sound(container, audio_rate_hz, limits, name, check)
+    except TritoneError:
         raise
     except Exception as fault:  # the decoders raise what they like on broken files
         raise InvalidRequest(
@@ -118,7 +124,9 @@ def num_frames(total: int, rate_hz: float, limits: VideoLimits) -> int:
     return max(1, min(count, total // _FRAME_MULTIPLE * _FRAME_MULTIPLE))
 
 
-def _length(container: av.container.InputContainer, limits: VideoLimits, name: str) -> tuple[int, float]:
+def _length(
+    container: av.container.InputContainer, limits: VideoLimits, name: str, check: Check
+) -> tuple[int, float]:
     """Number of frames and their rate in Hz, from packets alone."""
     if not container.streams.video:
         raise InvalidRequest(f"{name} has no pictures", "send a video, or the sound as audio")
@@ -128,6 +136,7 @@ def _length(container: av.container.InputContainer, limits: VideoLimits, name: s
         raise InvalidRequest(f"{name} does not say its frame rate", "send it in another container")
     total = 0
     for packet in container.demux(stream):
+        check()
         total += packet.size > 0
         if total > limits.max_seconds * rate_hz:
             raise InvalidRequest(
@@ -140,7 +149,12 @@ def _length(container: av.container.InputContainer, limits: VideoLimits, name: s
 
 
 def _frames(
-    container: av.container.InputContainer, total: int, count: int, limits: VideoLimits, name: str
+    container: av.container.InputContainer,
+    total: int,
+    count: int,
+    limits: VideoLimits,
+    name: str,
+    check: Check,
 ) -> Pixels:
     """`count` of `total` frames, upright and of the size of the first: uint8 [count, height, width, 3]."""
     stream = container.streams.video[0]
@@ -150,6 +164,7 @@ def _frames(
     first: Any = None
     last: Any = None
     for number, frame in enumerate(container.decode(stream)):
+        check()
         _check_size(frame, count, limits, name)  # each may have a size of its own, whatever the header says
         first, last = first or frame, frame
         while len(chosen) < count and wanted[len(chosen)] == number:
@@ -163,7 +178,9 @@ def _frames(
     return np.stack(chosen)
 
 
-def _sound(container: av.container.InputContainer, rate_hz: int, limits: VideoLimits, name: str) -> Samples:
+def _sound(
+    container: av.container.InputContainer, rate_hz: int, limits: VideoLimits, name: str, check: Check
+) -> Samples:
     import av
 
     if not container.streams.audio:
@@ -173,6 +190,7 @@ def _sound(container: av.container.InputContainer, rate_hz: int, limits: VideoLi
     pieces: list[Samples] = []
     room = int((limits.max_seconds + 1) * rate_hz)  # a sound track may outlast the pictures a little
     for frame in chain(container.decode(container.streams.audio[0]), (None,)):
+        check()
         for piece in resampler.resample(frame):
             pieces.append(piece.to_ndarray().mean(axis=0))
             room -= len(pieces[-1])

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tritone.errors import InvalidRequest
+from tritone.errors import Cancelled, InvalidRequest
 from tritone.vision import IMAGE_FORMATS, VideoLimits, decode_image, decode_video, num_frames
 
 av = pytest.importorskip("av")
@@ -405,3 +405,22 @@ def test_files_that_name_other_files_are_not_followed(
 def test_what_is_no_video_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"^clip cannot be read as a video .*; send an MP4, MKV or WEBM"):
         decode_video(data, VideoLimits(), name="clip")
+
+
+# -- ending it early ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls", [3, 20, 28], ids=["packets", "frames", "sound"])
+def test_a_video_that_nobody_wants_any_more_is_left_where_it_is(calls: int) -> None:
+    counted = 0
+
+    def check() -> None:
+        nonlocal counted
+        counted += 1
+        if counted == calls:
+            raise Cancelled("the client left")
+
+    data = video_of(numbered(13), tone(16000)[None])
+    with pytest.raises(Cancelled):
+        decode_video(data, VideoLimits(), 16000, check=check)
+    assert counted == calls

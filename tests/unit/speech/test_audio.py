@@ -22,7 +22,7 @@ from tritone.audio import (  # noqa: E402
     resample,
     to_s16,
 )
-from tritone.errors import InvalidRequest, Unsupported  # noqa: E402
+from tritone.errors import Cancelled, InvalidRequest, Unsupported  # noqa: E402
 
 LIMITS = AudioLimits(max_seconds=5.0)
 RATE_HZ = 24000
@@ -108,6 +108,17 @@ def test_a_length_that_no_header_tells_is_limited_too():
     data = encoder.push(np.zeros(6 * RATE_HZ, np.float32)) + encoder.finish()
     with pytest.raises(InvalidRequest, match=r"audio\[1\] lasts"):
         decode_audio(data, LIMITS, "audio[1]")
+
+
+def test_a_recording_that_nobody_wants_any_more_is_left_where_it_is():
+    blocks = iter(range(3))
+
+    def check():
+        if next(blocks) == 1:
+            raise Cancelled("the client left")
+
+    with pytest.raises(Cancelled):
+        decode_audio(file_of(TONE, "WAV"), LIMITS, check=check)
 
 
 @pytest.mark.parametrize(

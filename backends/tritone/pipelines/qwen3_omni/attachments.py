@@ -9,6 +9,7 @@ from typing import Any
 
 from tritone.audio import AudioLimits, Samples, check_samples, decode_audio, resample
 from tritone.engines.base import Values
+from tritone.media import Check, wanted
 from tritone.vision import Pixels, Video, VideoLimits, decode_image, decode_video
 
 
@@ -43,25 +44,40 @@ class Attachments:
         return sounds
 
 
-def decode(inputs: Values, settings: Mapping[str, Any], rate_hz: int, video: VideoLimits) -> Attachments:
+def decode(
+    inputs: Values,
+    settings: Mapping[str, Any],
+    rate_hz: int,
+    video: VideoLimits,
+    check: Check = wanted,
+) -> Attachments:
     """The attachments among the `inputs` of a request.
 
     settings: `limits` (image_pixels, audio_s, video_s) and `use_audio_in_video`.
     rate_hz: of what the model hears.
-    Raises InvalidRequest naming the attachment that cannot be used.
+    check: called between the parts of the work.
+    Raises InvalidRequest naming the attachment that cannot be used, and what `check` raises.
     """
     limits = settings.get("limits", {})
     sound_hz = rate_hz if settings.get("use_audio_in_video") else 0
     video = replace(video, max_seconds=float(limits.get("video_s", video.max_seconds)))
     pixels = int(limits.get("image_pixels", 1 << 26))
     return Attachments(
-        images=[decode_image(file, pixels, name) for file, name in _files(inputs, "image")],
-        audios=_recordings(inputs, float(limits.get("audio_s", AudioLimits.max_seconds)), rate_hz),
-        videos=_videos(inputs, video, sound_hz),
+        images=_images(inputs, pixels, check),
+        audios=_recordings(inputs, float(limits.get("audio_s", AudioLimits.max_seconds)), rate_hz, check),
+        videos=_videos(inputs, video, sound_hz, check),
     )
 
 
-def _recordings(inputs: Values, max_seconds: float, rate_hz: int) -> list[Samples]:
+def _images(inputs: Values, max_pixels: int, check: Check) -> list[Pixels]:
+    images: list[Pixels] = []
+    for file, name in _files(inputs, "image"):
+        check()
+        images.append(decode_image(file, max_pixels, name))
+    return images
+
+
+def _recordings(inputs: Values, max_seconds: float, rate_hz: int, check: Check) -> list[Samples]:
     """Recordings at `rate_hz`, no longer than `max_seconds` together."""
     sounds: list[tuple[Samples, int]] = []
     left_s = max_seconds
@@ -72,18 +88,18 @@ def _recordings(inputs: Values, max_seconds: float, rate_hz: int) -> list[Sample
             )
         )
     for file, name in _files(inputs, "audio"):
-        samples, from_hz = decode_audio(file, AudioLimits(max_seconds=left_s), name)
+        samples, from_hz = decode_audio(file, AudioLimits(max_seconds=left_s), name, check)
         left_s -= len(samples) / from_hz
         sounds.append((samples, from_hz))
     return [resample(samples, from_hz, rate_hz) for samples, from_hz in sounds]
 
 
-def _videos(inputs: Values, limits: VideoLimits, sound_hz: int) -> list[Video]:
+def _videos(inputs: Values, limits: VideoLimits, sound_hz: int, check: Check) -> list[Video]:
     """Videos whose frames have no more than `limits.max_pixels` together: all are in memory at a time."""
     videos: list[Video] = []
     left = limits.max_pixels
     for file, name in _files(inputs, "video"):
-        videos.append(decode_video(file, replace(limits, max_pixels=left), sound_hz, name))
+        videos.append(decode_video(file, replace(limits, max_pixels=left), sound_hz, name, check))
         left -= math.prod(videos[-1].frames.shape[:3])
     return videos
 
