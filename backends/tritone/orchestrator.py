@@ -176,7 +176,8 @@ class Orchestrator:
         except BaseException as error:
             session.trace.end(error)
             raise
-        session.trace.end(attributes=self._attributes(session))
+        if session.trace.is_recorded:
+            session.trace.end(attributes=self._attributes(session))
 
     async def _take_turn(self, session: Session) -> None:
         deadline_s, complete = session.request.deadline_s, False
