@@ -32,8 +32,8 @@ class Ratio:
         mean = sum(kept) / len(kept)
         winsorized = [kept[0]] * cut + kept + [kept[-1]] * cut
         centre = sum(winsorized) / count
-        variance = sum((value - centre) ** 2 for value in winsorized) / (count - 1)
-        half = QUANTILE * math.sqrt(variance * count / (len(kept) * (len(kept) - 1)) * (count - 1) / count)
+        squares = sum((value - centre) ** 2 for value in winsorized)
+        half = QUANTILE * math.sqrt(squares / (len(kept) * (len(kept) - 1)))
         return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half), count)
 
     def __str__(self) -> str:
