@@ -176,7 +176,8 @@ class Orchestrator:
         except BaseException as error:
             session.trace.end(error)
             raise
-        session.trace.end(attributes=self._attributes(session))
+        if session.trace.is_recorded:
+            session.trace.end(attributes=self._attributes(session))
 
     async def _take_turn(self, session: Session) -> None:
         deadline_s, complete = session.request.deadline_s, False
@@ -276,9 +277,7 @@ class Orchestrator:
         heard_s = self._loop.time()
         while waiting:
             try:
-                # Not wait_for: in Python 3.11 that may swallow the cancellation that a deadline is.
-                async with asyncio.timeout(self._deploy.stall_s):
-                    message = await session.mail.get()
+                message = await self._next_mail(session)
             except TimeoutError:
                 await self._check_stages(waiting)
                 if self._loop.time() - heard_s > self._deploy.stall_limit_s:
@@ -291,6 +290,14 @@ class Orchestrator:
                 session.trace.fail_stage(name, message.code)
                 raise from_code(message.code, message.what, message.cure)
             waiting = {name for name in waiting if session.needs(name)}
+
+    async def _next_mail(self, session: Session) -> Any:
+        """Raises TimeoutError when nothing comes for long."""
+        if not session.mail.empty():
+            return session.mail.get_nowait()
+        # Not wait_for: in Python 3.11 that may swallow the cancellation that a deadline is.
+        async with asyncio.timeout(self._deploy.stall_s):
+            return await session.mail.get()
 
     async def _check_stages(self, names: set[str]) -> None:
         """Nothing came for long: that is a queue, or a stage that is not well. Raises for the latter."""

@@ -128,7 +128,8 @@ class Pipeline:
 
     def modality_of(self, stage: str, port: str) -> str | None:
         """The modality that this output port is the final source of, if any."""
-        return next((m for m, source in self.finals.items() if source == f"{stage}.{port}"), None)
+        place = f"{stage}.{port}"
+        return next((m for m, source in self.finals.items() if source == place), None)
 
     def upstream(self, stage: str) -> set[str]:
         """Every stage that can reach `stage` over edges."""

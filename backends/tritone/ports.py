@@ -56,9 +56,9 @@ class Port:
         Raises ValueError when the value does not fit: a fault of ours and not of a caller.
         """
         if self.dtype == "STRING":
-            items = [value] if isinstance(value, (str, bytes)) else list(value)
-            encoded = [item.encode() if isinstance(item, str) else bytes(item) for item in items]
-            array = np.array(encoded, dtype=np.object_).reshape(len(encoded))
+            items = (value,) if isinstance(value, (str, bytes)) else tuple(value)
+            array = np.empty(len(items), np.object_)
+            array[:] = [item.encode() if isinstance(item, str) else bytes(item) for item in items]
         else:
             array = np.ascontiguousarray(value, dtype=NUMPY_DTYPES[self.dtype])
             if array.ndim == 0:
@@ -91,8 +91,9 @@ class Port:
             ) from None
 
     def _fits(self, shape: tuple[int, ...]) -> bool:
-        return len(shape) == len(self.dims) and all(
-            want in (-1, got) for want, got in zip(self.dims, shape, strict=True)
+        return shape == self.dims or (
+            len(shape) == len(self.dims)
+            and all(want in (-1, got) for want, got in zip(self.dims, shape, strict=True))
         )
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from tritone.errors import Cancelled, TritoneError
 from tritone.timeline import StageTimeline
-from tritone.tracing import HEADERS, NO_SPAN, Attribute, Carrier, Span, Tracer
+from tritone.tracing import HEADERS, NO_CARRIER, NO_SPAN, NOTHING, Attribute, Carrier, Span, Tracer
 
 
 class RequestTrace:
@@ -27,10 +28,14 @@ class RequestTrace:
     ) -> None:
         """parameters: of the request, unchecked. received_s: time.monotonic()."""
         headers = {name: parameters[name] for name in HEADERS if isinstance(parameters.get(name), str)}
-        self._tracer = tracer
         self._request = tracer.begin(f"chat {pipeline}", headers, received_s, _facts(pipeline))
         self._queue: Span = NO_SPAN
         self._stages: dict[str, Span] = {}
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there are spans; all else costs nothing where there are none."""
+        return self._request is not NO_SPAN
 
     @property
     def trace_id(self) -> str:
@@ -39,23 +44,23 @@ class RequestTrace:
 
     def note_queued(self) -> None:
         """It waits for its turn from now on."""
-        self._queue = self._tracer.child("queue", self._request.carrier)
+        self._queue = self._request.child("queue")
 
     def note_turn(self) -> None:
         self._queue.end()
 
     def stage(self, name: str) -> Carrier:
         """For what a stage does; its span begins when this is first asked for."""
+        if not self.is_recorded:
+            return NO_CARRIER
         if name not in self._stages:
             attributes = {"tritone.stage": name}
-            self._stages[name] = self._tracer.child(
-                f"stage {name}", self._request.carrier, "client", attributes=attributes
-            )
+            self._stages[name] = self._request.child(f"stage {name}", "client", attributes=attributes)
         return self._stages[name].carrier
 
     def end_stage(self, name: str, times: StageTimeline) -> None:
         """It has done its part."""
-        if self.trace_id and name in self._stages:
+        if name in self._stages:
             self._stages[name].end(attributes=_counts(times))
 
     def fail_stage(self, name: str, code: str) -> None:
@@ -69,14 +74,12 @@ class RequestTrace:
             span.end(error=Cancelled.code)
         self._stages.clear()
 
-    def end(
-        self, error: BaseException | None = None, attributes: Mapping[str, Attribute] | None = None
-    ) -> None:
+    def end(self, error: BaseException | None = None, attributes: Mapping[str, Attribute] = NOTHING) -> None:
         """error: what the client is told, or the cancellation that it hears of."""
         code = _code(error) if error is not None else ""
         self._queue.end(error=code)
         self.begin_again()
-        self._request.end(error=code, attributes=attributes or {})
+        self._request.end(error=code, attributes=attributes)
 
 
 def answer_attributes(
@@ -100,7 +103,8 @@ def answer_attributes(
     return attributes
 
 
-def _facts(pipeline: str) -> dict[str, Attribute]:
+@cache
+def _facts(pipeline: str) -> Mapping[str, Attribute]:
     return {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "tritone",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from tritone.pipeline import Batching, Edge, Pipeline, Stage, split
+from tritone.pipeline import Batching, Pipeline, Stage, split
 from tritone.wire import Route
 
 FRAMES, SEGMENT_END = "frames", "segment_end"
@@ -21,6 +21,12 @@ class Routing:
         self._pipeline = pipeline
         self._started = set(started)
         self._modalities = set(modalities)
+        joins = [(*split(edge.source), *split(edge.target)) for edge in pipeline.edges]
+        # Output port of a started stage to input port of another: producer, port, consumer, target.
+        self._joins = [join for join in joins if join[0] in self._started and join[2] in self._started]
+        self._targets: dict[tuple[str, str], dict[str, str]] = {}  # by producer and consumer: target by port
+        for producer, port, consumer, target in self._joins:
+            self._targets.setdefault((producer, consumer), {})[port] = target
 
     def open_order(self) -> list[Stage]:
         """The started stages that batch by themselves, consumers before their producers."""
@@ -34,7 +40,7 @@ class Routing:
 
     def num_sources(self, name: str) -> int:
         """How many started stages feed stage `name`."""
-        return len({split(e.source)[0] for e in self._edges() if split(e.target)[0] == name})
+        return len({producer for producer, consumer in self._targets if consumer == name})
 
     def routes(
         self, stage: Stage, models: Mapping[str, str], endpoints: Mapping[str, str], inbox: str
@@ -51,9 +57,8 @@ class Routing:
                 for port in stage.outputs
                 if port.name == NUM_TOKENS or self._pipeline.modality_of(stage.name, port.name)
             }
-        for edge in self._edges():
-            (source, port), (consumer, target) = split(edge.source), split(edge.target)
-            if source != stage.name:
+        for producer, port, consumer, target in self._joins:
+            if producer != stage.name:
                 continue
             if self._pipeline.stage(consumer).batching is Batching.TRITON:
                 to_inbox[port] = port
@@ -64,15 +69,11 @@ class Routing:
 
     def chunk_inputs(self, producer: str, values: Mapping[str, Any], consumer: str) -> dict[str, Any]:
         """What a piece of `producer` holds for the Triton-batched stage `consumer`, by its input port."""
-        found = {}
-        for edge in self._edges():
-            (source, port), (name, target) = split(edge.source), split(edge.target)
-            if source == producer and name == consumer and port in values:
-                found[target] = values[port]
-        return found
+        targets = self._targets.get((producer, consumer), {})
+        return {target: values[port] for port, target in targets.items() if port in values}
 
     def feeds(self, producer: str, consumer: str) -> bool:
-        return any(split(e.source)[0] == producer and split(e.target)[0] == consumer for e in self._edges())
+        return (producer, consumer) in self._targets
 
     def maker(self, modality: str) -> str | None:
         """The engine-batched stage whose end ends a modality, or None if the request does not start it."""
@@ -81,16 +82,9 @@ class Routing:
             return None
         if self._pipeline.stage(source).batching is Batching.ENGINE:
             return source
-        return next(split(e.source)[0] for e in self._edges() if split(e.target)[0] == source)
+        return next(producer for producer, consumer in self._targets if consumer == source)
 
     def _makes_modality(self, stage: Stage) -> bool:
         return any(
             self._pipeline.modality_of(stage.name, port.name) in self._modalities for port in stage.outputs
         )
-
-    def _edges(self) -> list[Edge]:
-        return [
-            edge
-            for edge in self._pipeline.edges
-            if split(edge.source)[0] in self._started and split(edge.target)[0] in self._started
-        ]

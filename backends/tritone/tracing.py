@@ -1,12 +1,11 @@
 """Spans of requests, for an OpenTelemetry collector.
 
-    traceparent ─► begin ─► request ── carrier, in the control message ──► child ─► span of a door or engine
-    of a client              └─ child ─► queue, stage                                │
-                                   └──────────────── otlp.py: OTLP over HTTP ◄───────┘
+    traceparent ─► begin ─► request ─ child ─► queue, stage ── carrier, in a message ──► child ─► session
+    of a client               └──────────────────┴─────────────► otlp.py ─► collector ◄─────────────────┘
 
 Every process has a tracer of its own. Where tracing is off, nothing of OpenTelemetry is imported. A carrier
-is what W3C Trace Context puts into headers; it is empty where no span is recorded, and then its children cost
-nothing. Times are by time.monotonic(), which all processes of a machine share.
+is what W3C Trace Context puts into headers; it is empty where no span is recorded, and then what is below
+costs nothing. Times are by time.monotonic(), which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ Attribute = str | bool | int | float | list[str]
 Carrier = Mapping[str, str]
 
 NOTHING: Mapping[str, Attribute] = {}
+NO_CARRIER: Carrier = {}
 
 
 class Span:
@@ -42,8 +42,18 @@ class Span:
 
     @property
     def carrier(self) -> Carrier:
-        """For its children, in any process."""
-        return {}
+        """For its children in other processes."""
+        return NO_CARRIER
+
+    def child(
+        self,
+        name: str,
+        kind: Kind = "internal",
+        began_s: float | None = None,
+        attributes: Mapping[str, Attribute] = NOTHING,
+    ) -> Span:
+        """A span below this one. began_s: None: now."""
+        return NO_SPAN
 
     def end(
         self, at_s: float | None = None, error: str = "", attributes: Mapping[str, Attribute] = NOTHING
@@ -78,7 +88,7 @@ class Tracer:
         began_s: float | None = None,
         attributes: Mapping[str, Attribute] = NOTHING,
     ) -> Span:
-        """A span below the one that gave `carrier`. began_s: None: now."""
+        """A span below one of another process, which gave `carrier`. began_s: None: now."""
         return NO_SPAN
 
     def close(self) -> None:

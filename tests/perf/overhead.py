@@ -5,9 +5,12 @@
 
 Both serve the weight-free pipeline, on which nothing but the chain itself takes time, so a cost shows as much
 as it ever can. They take turns with the same requests, A B B A, so that other work of the machine meets both;
-what counts is the ratio within each round. {collector} stands for the URL of a collector of spans that keeps
-nothing, whose own time does not count, like the client's. On a machine that others use, --together has both
-serve at the same time: what disturbs one then disturbs the other as much.
+what counts is the ratio within each round. A turn's time is what the processes of its server have taken since
+its turn before, so that spans count that are sent while the other has its turn. Two servers that differ in
+nothing differ by where their memory and threads happen to lie: --starts begins anew with others. {collector}
+stands for the URL of a collector of spans that keeps nothing, whose own time does not count, like the
+client's. On a machine that others use, --together has both serve at the same time: what disturbs one then
+disturbs the other as much.
 
     collector ◄─ spans ─ server B ◄─┐
                          server A ◄─┴─ the same requests, by turns
@@ -25,18 +28,22 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 sys.path += [str(Path(__file__).parents[1] / "soak"), str(Path(__file__).parents[2] / "backends")]
 
+from paired import Ratio
 from soak_listener import all_of
 from soak_load import PIPELINE, mixed_jobs
 from soak_server import SoakServer, served
-from soak_watch import processor_s
+from soak_watch import processors_s
 
 COLLECTOR = Path(__file__).with_name("trace_collector.py")
+
+Round = tuple[dict[str, float], dict[str, float]]
+"""Of A and of B, by process: milliseconds of processor time per request."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,77 +53,105 @@ def main(argv: list[str] | None = None) -> int:
     override = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
     parser.add_argument("--a", help="overrides of server A's deploy file; repeatable", **override)
     parser.add_argument("--b", help="of server B's", **override)
-    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--requests", type=int, default=96, metavar="N", help="a turn; default: 96")
+    parser.add_argument("--starts", type=int, default=3, metavar="N", help="of both servers; default: 3")
+    parser.add_argument("--rounds", type=int, default=12, metavar="N", help="a start; default: 12")
+    parser.add_argument("--requests", type=int, default=48, metavar="N", help="a turn; default: 48")
     parser.add_argument("--at-once", type=int, default=32, metavar="N", help="default: 32")
     parser.add_argument("--together", action="store_true", help="both at the same time, not by turns")
-    parser.add_argument("--limit", type=float, metavar="R", help="exit 1 if the median ratio is above")
+    parser.add_argument("--limit", type=float, metavar="R", help="exit 1 if the ratio is above")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     args = parser.parse_args(argv)
+    work = Work(args.rounds, args.requests, args.at_once, args.together)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overhead-")))
         url = stack.enter_context(collector()) if "{collector}" in str(args.a + args.b) else ""
-        servers = []
-        for name, overrides in (("a", args.a), ("b", args.b)):
-            (folder / name).mkdir()
-            filled = tuple(text.replace("{collector}", url) for text in overrides)
-            servers.append(stack.enter_context(served(PIPELINE, folder / name, filled)))
-        work = Work(args.requests, args.at_once, args.together)
-        rounds = list(measure(*servers, args.rounds, work))
-    ratios = sorted(b / a for a, b in rounds)
-    figures = {
-        "a": args.a,
-        "b": args.b,
-        "processor_ms_per_request": [[round(1000 * value, 2) for value in pair] for pair in rounds],
-        "ratio": {"median": median(ratios), "least": ratios[0], "most": ratios[-1]},
-        "load_average": os.getloadavg()[0],
-    }
+        overrides = [tuple(text.replace("{collector}", url) for text in texts) for texts in (args.a, args.b)]
+        starts = [list(one_start(overrides, work)) for _ in range(args.starts)]
+    rounds = [measured for start in starts for measured in start]
+    ratio = Ratio.of(map(total, rounds))
+    load = os.getloadavg()[0]
     if args.json:
+        figures = {
+            "a": args.a,
+            "b": args.b,
+            "processor_ms_per_request": starts,
+            "ratio": asdict(ratio),
+            "load_average": load,
+        }
         args.json.write_text(json.dumps(figures, indent=1))
-    print(
-        f"B / A, processor time per request: {median(ratios):.3f} ({ratios[0]:.3f} - {ratios[-1]:.3f}), "
-        f"{args.rounds} rounds of {args.requests} requests, {args.at_once} at a time; "
-        f"load average {figures['load_average']:.1f}"
-    )
-    return int(args.limit is not None and median(ratios) > args.limit)
+    print_processes(rounds)
+    by_start = ", ".join(f"{median(b / a for a, b in map(total, start)):.3f}" for start in starts)
+    print(f"B / A, processor time per request: {ratio}")
+    print(f"medians by start: {by_start}; load average {load:.1f}")
+    return int(args.limit is not None and ratio.mean > args.limit)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a server is given in a round."""
+    """What the servers of a start are given."""
 
+    rounds: int
     requests: int
     at_once: int
-    together: bool  # with the other server
+    together: bool  # both at the same time
 
 
-def measure(a: SoakServer, b: SoakServer, rounds: int, work: Work) -> Iterator[tuple[float, float]]:
-    """Seconds of processor time per request of A and of B, a pair a round; the first round warms both up."""
-    for number in range(rounds + 1):
-        order = (a, b) if number % 2 else (b, a)
-        first, second = asyncio.run(one_round(order, number, work))
-        pair = (first, second) if order == (a, b) else (second, first)
-        if number:
-            print(f"round {number}: A {1000 * pair[0]:.1f} ms, B {1000 * pair[1]:.1f} ms", flush=True)
-            yield pair
+class Meter:
+    """What a server's processes take."""
+
+    def __init__(self, server: SoakServer) -> None:
+        self.server = server
+        self._read = processors_s(server.process.pid)
+
+    async def turn(self, seed: int, work: Work) -> dict[str, float]:
+        """By process, milliseconds of processor time per request since the turn before."""
+        async with self.server.client(PIPELINE) as client:
+            outcomes = await all_of(client, mixed_jobs(random.Random(seed), work.requests), work.at_once)
+        faults = [outcome for outcome in outcomes if outcome.kind != "exact"]
+        if faults:
+            raise SystemExit(f"{len(faults)} of {work.requests} requests failed, e.g. {faults[0]}")
+        before, self._read = self._read, processors_s(self.server.process.pid)
+        taken = {name: now_s - before.get(name, 0.0) for name, now_s in self._read.items()}
+        return {name: 1000 * taken_s / work.requests for name, taken_s in taken.items()}
 
 
-async def one_round(servers: tuple[SoakServer, SoakServer], seed: int, work: Work) -> list[float]:
-    """What each took a request."""
+def one_start(overrides: list[tuple[str, ...]], work: Work) -> Iterator[Round]:
+    """The rounds of two servers; the one before them, which warms them up, is left out."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overhead-")))
+        meters = []
+        for name, its in zip("ab", overrides, strict=True):
+            (folder / name).mkdir()
+            meters.append(Meter(stack.enter_context(served(PIPELINE, folder / name, its))))
+        for number in range(work.rounds + 1):
+            measured = asyncio.run(one_round(meters, number, work))
+            if number:
+                a, b = total(measured)
+                print(f"round {number}: A {a:.1f} ms, B {b:.1f} ms", flush=True)
+                yield measured
+
+
+async def one_round(meters: list[Meter], number: int, work: Work) -> Round:
+    a, b = meters
     if work.together:
-        return await asyncio.gather(*(turn(server, seed, work) for server in servers))
-    return [await turn(server, seed, work) for server in servers]
+        first, second = await asyncio.gather(a.turn(number, work), b.turn(number, work))
+        return first, second
+    if number % 2:
+        return await a.turn(number, work), await b.turn(number, work)
+    late = await b.turn(number, work)
+    return await a.turn(number, work), late
 
 
-async def turn(server: SoakServer, seed: int, work: Work) -> float:
-    async with server.client(PIPELINE) as client:
-        before_s = processor_s(server.process.pid)
-        outcomes = await all_of(client, mixed_jobs(random.Random(seed), work.requests), work.at_once)
-        taken_s = processor_s(server.process.pid) - before_s
-    faults = [outcome for outcome in outcomes if outcome.kind != "exact"]
-    if faults:
-        raise SystemExit(f"{len(faults)} of {work.requests} requests failed, e.g. {faults[0]}")
-    return taken_s / work.requests
+def total(measured: Round) -> tuple[float, float]:
+    a, b = measured
+    return sum(a.values()), sum(b.values())
+
+
+def print_processes(rounds: list[Round]) -> None:
+    names = sorted({name for measured in rounds for times in measured for name in times})
+    print(f"{'ms per request':24}{'A':>9}{'B':>9}{'B - A':>9}")
+    for name in names:
+        a, b = (sum(measured[i].get(name, 0.0) for measured in rounds) / len(rounds) for i in (0, 1))
+        print(f"{name:24}{a:9.3f}{b:9.3f}{b - a:+9.3f}")
 
 
 @contextmanager

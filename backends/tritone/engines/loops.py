@@ -320,7 +320,7 @@ class StageLoop(Loop):
         seat = self._seats.pop(session, None)
         if seat is not None:
             self._release(seat)
-            seat.end_spans(self._tracer, error, usage)
+            seat.end_spans(error, usage)
         return seat is not None
 
     def _push(self, session: str, values: Mapping[str, Value], last: bool) -> None:
@@ -433,7 +433,7 @@ class BatchLoop(Loop):
             results = self._engine.run(chunks) if chunks else []
         except Exception as error:
             log.exception("stage %s: batch failed", self.model)
-            self._record(given, began_s, [TritoneError.code] * len(chunks))
+            busy = (began_s, time.monotonic())
             for chunk in chunks:
                 self.cancel(chunk.session)
             answer(
@@ -441,6 +441,7 @@ class BatchLoop(Loop):
                     message.call, "INTERNAL", f"stage {self.model} failed: {error}", "see the server log"
                 )
             )
+            self._record(given, busy, [TritoneError.code] * len(chunks))
             return
         for chunk, result in zip(chunks, results, strict=True):
             if chunk.end or isinstance(result, TritoneError):
@@ -448,18 +449,19 @@ class BatchLoop(Loop):
         self._stats = dict(self._engine.stats())
         busy = (began_s, time.monotonic())
         codes = [result.code if isinstance(result, TritoneError) else "" for result in results]
-        self._record(given, began_s, codes)
         told = dict(zip((chunk.session for chunk in chunks), results, strict=True))
         gone = EngineLost(f"the engine of stage {self.model} died under the request", "try again")
         results = [told.get(chunk.session, gone) for chunk in message.chunks]
         answer(wire.Ran(message.call, [_stream_result(result, busy, len(chunks)) for result in results]))
+        self._record(given, busy, codes)
 
-    def _record(self, chunks: list[wire.StreamChunk], began_s: float, codes: list[str]) -> None:
+    def _record(self, chunks: list[wire.StreamChunk], busy: tuple[float, float], codes: list[str]) -> None:
         """A span for each chunk of a batch that has been computed."""
+        began_s, ended_s = busy
         for chunk, code in zip(chunks, codes, strict=True):
             if chunk.trace:
                 span = self._tracer.child(f"compute {self.model}", chunk.trace, began_s=began_s)
-                span.end(error=code, attributes={"tritone.batch": len(chunks)})
+                span.end(ended_s, code, {"tritone.batch": len(chunks)})
 
     def cancel(self, session: str) -> None:
         if self._touched_s.pop(session, None) is not None:

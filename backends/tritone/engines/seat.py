@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tritone import wire
 from tritone.connectors.base import Delivery
 from tritone.engines.base import QUEUED
-from tritone.tracing import NO_SPAN, Attribute, Span, Tracer
+from tritone.tracing import NO_SPAN, Attribute, Span
 
 NO_USAGE: Mapping[str, int | float] = {}
 
@@ -47,13 +47,13 @@ class Seat:
             batch=self.companions / self.steps if self.steps else None,
         )
 
-    def end_spans(self, tracer: Tracer, error: str, usage: Mapping[str, int | float]) -> None:
+    def end_spans(self, error: str, usage: Mapping[str, int | float]) -> None:
         """That of the session, and of each phase below it. error: TritoneError.code, "" if it is done."""
-        if not self.span.carrier:
+        if self.span is NO_SPAN:
             return
         now = time.monotonic()
         for phase, began_s, ended_s in self._phase_spans(now):
-            tracer.child(phase, self.span.carrier, began_s=began_s).end(ended_s)
+            self.span.child(phase, began_s=began_s).end(ended_s)
         attributes: dict[str, Attribute] = {f"tritone.usage.{name}": value for name, value in usage.items()}
         if self.first_output_s is not None:
             attributes["tritone.first_output_s"] = round(self.first_output_s - self.opened_s, 6)

@@ -20,6 +20,8 @@ from tritone import deploy as deploys
 from tritone.deploy import Tracing
 from tritone.errors import ConfigError
 from tritone.otlp import CLOSE_S, OtlpTracer, Sender, open_otlp, process_resource
+from tritone.request_trace import RequestTrace
+from tritone.timeline import StageTimeline
 from tritone.tracing import NO_SPAN, Tracer, is_on, open_tracer
 
 ROOT = Path(__file__).parents[3]
@@ -77,6 +79,19 @@ def test_spans_of_other_processes_hang_below_by_the_carrier_alone(kept):
     assert stage_span.kind is SpanKind.CLIENT
 
 
+def test_spans_of_the_same_process_hang_below_without_a_carrier(kept):
+    request = kept.begin()
+    stage = request.child("stage", "client", attributes={"tritone.stage": "talker"})
+    stage.child("queued", began_s=time.monotonic()).end()
+    stage.end()
+    request.end()
+    spans = kept.spans
+    assert spans["queued"].parent == spans["stage"].context
+    assert spans["stage"].parent == spans["request"].context and not spans["stage"].parent.is_remote
+    assert spans["request"].parent.is_remote
+    assert spans["stage"].attributes["tritone.stage"] == "talker"
+
+
 @pytest.mark.parametrize(
     "traceparent",
     [
@@ -113,6 +128,40 @@ def test_a_caller_who_does_not_sample_is_obeyed_down_to_the_stages(kept):
     stage.end()
     request.end()
     assert kept.spans == {}
+
+
+def calls_of(tracer, num_chunks):
+    """How many functions are called for the spans of a request."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        request = RequestTrace(tracer, "fake", {}, 0.0)
+        request.note_queued()
+        request.note_turn()
+        for _ in range(num_chunks):
+            request.stage("code2wav")
+        request.end_stage("code2wav", StageTimeline())
+        request.end()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_who_is_not_sampled_pays_for_the_decision_alone():
+    off, on = Tracer(), Kept(ratio=0.0).tracer
+    calls_of(on, 1)
+    assert calls_of(off, 100) <= calls_of(on, 100) <= calls_of(off, 100) + 25
+    assert calls_of(on, 100) - calls_of(on, 1) == calls_of(off, 100) - calls_of(off, 1)
+
+
+def test_a_chunk_of_a_sampled_request_costs_a_look_at_its_stage():
+    on = Kept().tracer
+    assert calls_of(on, 101) - calls_of(on, 1) <= 4 * 100
 
 
 def test_that_an_id_is_random_is_passed_on(kept):

@@ -11,7 +11,7 @@ import pytest
 
 from soak_listener import Job, all_of, listen
 from soak_report import Report, spread
-from soak_watch import read, slope, tree
+from soak_watch import processor_s, processors_s, read, slope, tree
 from tritone.audio import to_s16
 from tritone.pipelines.fake.orders import Orders
 from tritone.pipelines.fake.signal import encode, voice_of
@@ -127,3 +127,21 @@ def test_a_tree_of_processes_is_read():
         assert len(found.rss_kib) == 2 and min(found.rss_kib.values()) > 0 and found.threads >= 2
     finally:
         process.communicate(b"\n")
+
+
+def test_the_processor_time_of_a_tree_is_that_of_all_in_it():
+    busy = (
+        "import time\nwhile time.process_time() < 0.3: pass\nprint(time.process_time(), flush=True)\ninput()"
+    )
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        told_s = float(process.stdout.readline())
+        times = processors_s(process.pid)
+        assert told_s <= sum(times.values()) < told_s + 5
+        assert processor_s(process.pid) >= sum(times.values())
+    finally:
+        process.communicate("\n")
+    assert processors_s(process.pid) == {}
