@@ -2,11 +2,11 @@
 
     python client/bench/gpu/code2wav_step.py DIR --rows 1,4,16 --frames 4,8,16,25
 
-DIR holds the config.json of a full-size model (`build/qwen3_omni_real_size.py DIR` writes one). For each bucket:
-milliseconds a pass by CUDA events (median), operation by operation and replayed, the seconds of speech made in
-a second, and the floor: the time of the products and convolutions alone at the rate that a large product
-reaches here, or of reading the weights once, whichever is more. Exit status 1 if a replay differs bit by bit
-from a call.
+DIR holds the config.json of a full-size model (`build/qwen3_omni_real_size.py DIR` writes one). For each
+bucket: milliseconds a pass by CUDA events (median), operation by operation and replayed, the seconds of
+speech made in a second, and the floor: the time of the products and convolutions alone at the rate that a
+large product reaches here, or of reading the weights once, whichever is more. Exit status 1 if a replay
+differs bit by bit from a call.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def main(argv: list[str] | None = None) -> int:
         replayed = milliseconds(waves._replays[some, length])
         speech = some * length * decoder.samples_per_frame / SAMPLES_HZ / (replayed / 1e3)
         print(
-            f"rows {some:2d} frames {length:3d}: {replayed:7.2f} ms (called {called:7.2f}, floor {floor:6.2f}), "
+            f"rows {some:2d} frames {length:3d}: {replayed:7.2f} ms "
+            f"(called {called:7.2f}, floor {floor:6.2f}), "
             f"{speech:5.0f} s of speech a second, replay equals call: {same}",
             flush=True,
         )

@@ -56,6 +56,10 @@ class Buckets:
         """Every shape: nothing is padded."""
         return cls(tuple(range(1, max_rows + 1)), tuple(range(1, MAX_PASS_FRAMES + 1)))
 
+    def up_to(self, rows: int) -> Buckets:
+        """Those of at most so many rows."""
+        return Buckets(tuple(size for size in self.rows if size <= rows), self.frames)
+
     @property
     def max_frames(self) -> int:
         return self.frames[-1]
