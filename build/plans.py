@@ -1,7 +1,7 @@
 """Export Code2Wav's step to ONNX, hold it to torch, and build TensorRT plans of it.
 
     checkpoint ─► WaveformDecoder.step ─► torch.export ─► as torch computes it? ─► plans/code2wav.onnx
-          plans/code2wav.onnx ─► TensorRT ─► plans/code2wav.<gpu>.<library>.plan ─► a model of Triton's own backend
+    plans/code2wav.onnx ─► TensorRT ─► plans/code2wav.<gpu>.<library>.plan ─► a model for Triton's backend
 
     python build/plans.py                                  of the tiny checkpoint of qwen3_omni in the cache
     python build/plans.py --checkpoint DIR                 of a released one

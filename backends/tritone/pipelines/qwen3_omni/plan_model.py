@@ -5,8 +5,8 @@
     state memory, frames ◄───────────┘ kept by Triton, a pair a sequence
 
 A caller pads a chunk to one of `chunk_frames`, so that chunks of different streams share a batch, and says
-in `valid` how many frames are its own. Of the wave it takes the first `valid · samples_per_frame` samples, and
-of a new stream drops the first `missing_samples` in all.
+in `valid` how many frames are its own. Of the wave it takes the first `valid · samples_per_frame` samples,
+and of a new stream drops the first `missing_samples` in all.
 """
 
 from __future__ import annotations
