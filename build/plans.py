@@ -85,8 +85,12 @@ def load_decoder(checkpoint: Path) -> Any:
     from tritone.networks.waveform_decoder import WaveformDecoder
     from tritone.networks.weights import Weights
 
-    with torch.backends.mkldnn.flags(enabled=False):
+    mkldnn: Any = torch.backends.mkldnn
+    was_enabled, mkldnn.enabled = mkldnn.enabled, False
+    try:
         return WaveformDecoder(codec_config(checkpoint), Weights(checkpoint), prefix="code2wav.")
+    finally:
+        mkldnn.enabled = was_enabled
 
 
 def write_onnx(checkpoint: Path) -> Path:

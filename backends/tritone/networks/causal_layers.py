@@ -91,7 +91,7 @@ class Place:
 
     def of(self, memory: Tensor) -> Tensor:
         """View [B, *shape] of memory [B, size]."""
-        return memory[:, self.start : self.start + math.prod(self.shape)].view(len(memory), *self.shape)
+        return memory[:, self.start : self.start + math.prod(self.shape)].view(memory.shape[0], *self.shape)
 
 
 class Memory:
@@ -212,4 +212,4 @@ class Upsampling(_Causal):
 
     def __call__(self, x: Tensor, memory: Memory, snake: Snake) -> Tensor:
         y = F.conv1d(self._behind_tail(x, memory, snake), self._weight, self._bias)
-        return y.view(len(y), -1, self._rate, x.shape[-1]).mT.flatten(2)
+        return y.view(y.shape[0], -1, self._rate, x.shape[-1]).mT.flatten(2)

@@ -300,7 +300,7 @@ class _Widener:
         )
 
     def __call__(self, x: Tensor, memory: Memory) -> Tensor:
-        x = self._widen(x).view(len(x), -1, self._hidden)
+        x = self._widen(x).view(x.shape[0], -1, self._hidden)
         y = self._depthwise(x.mT, memory).mT
         y = F.layer_norm(y, (self._hidden,), *self._norm, _NORM_EPSILON)
         return self._shrink(F.gelu(self._expand(y))).add_(x)
