@@ -10,6 +10,7 @@ Reference: `Qwen3OmniMoeCode2Wav` in `transformers`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,16 +38,16 @@ class Code2WavOptions:
     cuda_graphs: bool = False  # on a GPU: each pass one launch, of chunks padded to one of a few sizes
 
 
-class Code2Wav(BatchEngine):
-    """inputs: `frames` int32 [F, num_codebooks], each code in [0, codebook_size); absent or empty: no frames.
+class WaveEngine(BatchEngine):
+    """Streams in slots, whatever computes.
+
+    inputs: `frames` int32 [F, num_codebooks], each code in [0, codebook_size); absent or empty: no frames.
     outputs: `pcm` float32 [n], mono, in [-1, 1].
     settings: none.
     """
 
-    Options = Code2WavOptions
-
-    def __init__(self, placement: Placement, options: Code2WavOptions) -> None:
-        """ConfigError when the folder's config.json has no code2wav_config or its weights do not fit it."""
+    def __init__(self, placement: Placement, options: Any) -> None:
+        """options: with `max_streams`. ConfigError when the folder has no codec, or one that does not fit."""
         self._waves = self._make_waves(placement, options)
         self._config = self._waves.config
         self._max_streams = options.max_streams
@@ -56,28 +57,9 @@ class Code2Wav(BatchEngine):
         self._warm_up()
 
     @classmethod
-    def _make_waves(cls, placement: Placement, options: Code2WavOptions) -> Waves:
-        torch = prepared_torch(placement)
-
-        from tritone.networks.waveform_decoder import WaveformDecoder
-        from tritone.networks.weights import Weights
-
-        decoder = WaveformDecoder(
-            codec_config(placement.checkpoint),
-            Weights(placement.checkpoint),
-            prefix="code2wav.",
-            device=placement.device,
-            dtype=getattr(torch, options.dtype),
-        )
-        if not cls._has_graphs(placement, options):
-            return EagerWaves(decoder)
-        from tritone.pipelines.qwen3_omni.wave_graph import GraphWaves
-
-        return GraphWaves(decoder, step_buckets(placement, options.max_streams), options.max_streams)
-
-    @staticmethod
-    def _has_graphs(placement: Placement, options: Code2WavOptions) -> bool:
-        return options.cuda_graphs and placement.device != "cpu"
+    @abstractmethod
+    def _make_waves(cls, placement: Placement, options: Any) -> Waves:
+        """What computes; ConfigError when it cannot."""
 
     @property
     def samples_per_frame(self) -> int:
@@ -185,6 +167,36 @@ class Code2Wav(BatchEngine):
             self._decode([Share(0, np.zeros((num_frames, self.num_codebooks), np.int32))])
         self._waves.end(0)
         self._codec_frames = 0
+
+
+class Code2Wav(WaveEngine):
+    """In torch, the whole network."""
+
+    Options = Code2WavOptions
+
+    @classmethod
+    def _make_waves(cls, placement: Placement, options: Code2WavOptions) -> Waves:
+        torch = prepared_torch(placement)
+
+        from tritone.networks.waveform_decoder import WaveformDecoder
+        from tritone.networks.weights import Weights
+
+        decoder = WaveformDecoder(
+            codec_config(placement.checkpoint),
+            Weights(placement.checkpoint),
+            prefix="code2wav.",
+            device=placement.device,
+            dtype=getattr(torch, options.dtype),
+        )
+        if not cls._has_graphs(placement, options):
+            return EagerWaves(decoder)
+        from tritone.pipelines.qwen3_omni.wave_graph import GraphWaves
+
+        return GraphWaves(decoder, step_buckets(placement, options.max_streams), options.max_streams)
+
+    @staticmethod
+    def _has_graphs(placement: Placement, options: Code2WavOptions) -> bool:
+        return options.cuda_graphs and placement.device != "cpu"
 
 
 def codec_config(folder: Path) -> WaveformConfig:

@@ -17,7 +17,7 @@ from msgspec import Meta
 from tritone.engines.base import Placement
 from tritone.errors import ConfigError
 from tritone.networks.waveform_config import WaveformConfig
-from tritone.pipelines.qwen3_omni.code2wav import Code2Wav, codec_config
+from tritone.pipelines.qwen3_omni.code2wav import WaveEngine, codec_config
 from tritone.pipelines.qwen3_omni.plan_files import (
     INPUTS,
     OUTPUTS,
@@ -38,8 +38,8 @@ class OnnxOptions:
     max_streams: Annotated[int, Meta(ge=1)] = 64  # more are refused UNAVAILABLE
 
 
-class OnnxCode2Wav(Code2Wav):
-    """Ports and settings are those of Code2Wav."""
+class OnnxCode2Wav(WaveEngine):
+    """In onnxruntime."""
 
     Options = OnnxOptions
 

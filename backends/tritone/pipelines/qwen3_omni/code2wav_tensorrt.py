@@ -17,7 +17,7 @@ from msgspec import Meta
 from tritone.engines.base import Placement
 from tritone.errors import ConfigError
 from tritone.networks.waveform_config import WaveformConfig
-from tritone.pipelines.qwen3_omni.code2wav import Code2Wav, codec_config
+from tritone.pipelines.qwen3_omni.code2wav import WaveEngine, codec_config
 from tritone.pipelines.qwen3_omni.plan_files import (
     INPUTS,
     LIBRARIES,
@@ -37,8 +37,8 @@ class TensorrtOptions:
     max_streams: Annotated[int, Meta(ge=1)] = 64  # more are refused UNAVAILABLE
 
 
-class TensorrtCode2Wav(Code2Wav):
-    """Ports and settings are those of Code2Wav."""
+class TensorrtCode2Wav(WaveEngine):
+    """In TensorRT."""
 
     Options = TensorrtOptions
 
@@ -64,7 +64,7 @@ class TensorrtWaves(StepWaves):
         self._torch, self._engine = torch, engine  # the context lives no longer than the engine
         self._context = engine.create_execution_context()
         memory_size = int(engine.get_tensor_shape("memory")[1])
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         rows = max(rows for rows, _ in buckets.shapes())
         places = max(rows * frames for rows, frames in buckets.shapes())
 
