@@ -3,6 +3,8 @@
 # make test          everything that must pass
 # make perf          perf_analyzer against a pipeline: client/bench/perf_analyzer/
 # make soak          load and faults for a quarter of an hour: tests/soak/soak.py
+# make plans         Code2Wav of qwen3_omni as an ONNX file; ARGS="--checkpoint DIR --tensorrt": build/plans.py
+# make test-plans    the tests of plans, with TensorRT for RTX, which `make test` does not install
 # make setup weights prometheus lint format clean
 #
 # PYTHON, VENV           the interpreter to use, and where to install
@@ -10,7 +12,7 @@
 # PIPELINE               for demo, serve and perf
 # URL                    for perf: the gRPC address of a server that runs, instead of one of its own
 # PROMPT, AUDIO, OUT     for demo: the question, typed or spoken, and the file for the answer
-# ARGS                   for serve, for pytest, for perf and for soak
+# ARGS                   for serve, for pytest, for perf, for plans and for soak
 # JOBS                   how many files of tests run at once
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
@@ -29,9 +31,11 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install -qq --disable-pip-version-check -c requirements.lock
 SERVE_READY := $(VENV)/.installed-serve
 TEST_READY := $(VENV)/.installed-test
+PLANS_READY := $(VENV)/.installed-plans
+TENSORRT_READY := $(VENV)/.installed-tensorrt
 SOURCES := backends client tests build
 
-.PHONY: demo serve test perf soak setup weights prometheus lint format clean
+.PHONY: demo serve test perf soak plans test-plans setup weights prometheus lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(SERVE_READY) weights
@@ -49,6 +53,12 @@ perf: $(SERVE_READY) weights
 
 soak: $(SERVE_READY)
 	$(BIN)/python tests/soak/soak.py $(ARGS)
+
+plans: $(PLANS_READY) weights
+	@$(BIN)/python build/plans.py $(ARGS)
+
+test-plans: $(TENSORRT_READY)
+	$(BIN)/python -m pytest tests/unit/speech/test_plans.py $(ARGS)
 
 setup: $(SERVE_READY)
 
@@ -83,4 +93,12 @@ $(SERVE_READY): pyproject.toml requirements.lock | $(BIN)/python
 
 $(TEST_READY): pyproject.toml requirements.lock | $(SERVE_READY)
 	$(INSTALL) -e '.[server,smoltalk,qwen3-omni,client,bench,test,dev]'
+	@touch $@
+
+$(PLANS_READY): pyproject.toml requirements.lock | $(SERVE_READY)
+	$(INSTALL) -e '.[server,smoltalk,qwen3-omni,plans]'
+	@touch $@
+
+$(TENSORRT_READY): pyproject.toml requirements.lock | $(TEST_READY)
+	$(INSTALL) -e '.[tensorrt]'
 	@touch $@

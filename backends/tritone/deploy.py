@@ -271,7 +271,10 @@ _BLOCKS: dict[str, type[Any]] = {
 
 def _stage(pipeline: Pipeline, stage: Stage, block: Mapping[str, Any], where: str) -> StageDeploy:
     block = {"model": f"{pipeline.name}_{stage.name}", **block}
-    engine_block = dict(block.pop("engine", None) or {})
+    engine = block.pop("engine", None) or {}
+    if not isinstance(engine, Mapping | str):
+        raise ConfigError(f"{where}.engine is {engine!r}", "give its kind, or a mapping of options")
+    engine_block = {"kind": engine} if isinstance(engine, str) else dict(engine)
     changes = block.pop("sampling", None) or {}
     kind = engine_block.pop("kind", next(iter(stage.engines)))
     options = read_dataclass(_engine_class(stage, kind, where).Options, engine_block, f"{where}.engine")

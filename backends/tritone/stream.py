@@ -10,6 +10,7 @@ import numpy as np
 from tritone.deploy import Chunks
 from tritone.ports import Array
 
+LARGE = 1000  # frames of a chunk that no stage takes in one piece
 ROUNDING = 1e-9  # of a product of floats: 10 * 1.1 is a little more than 11 and means 11
 
 
@@ -58,13 +59,22 @@ class FrameBuffer:
 
     def _chunk(self, frames: Array, segment_end: bool) -> FrameChunk:
         # From the size wanted, not the size cut: the short end of a segment must not shrink what follows.
-        self._wanted_frames = self._after(self._wanted_frames)
+        self._wanted_frames = size_after(self._wanted_frames, self._sizes)
         self._in_segment = not segment_end
         return FrameChunk(frames, segment_end, last=False)
 
-    def _after(self, size: int) -> int:
-        """The size wanted after one of `size` frames."""
-        full, growth = self._sizes.codec_chunk_frames, self._sizes.codec_chunk_growth
-        if not growth:
-            return full
-        return min(full, math.ceil(size * growth - ROUNDING))
+
+def size_after(size: int, chunks: Chunks) -> int:
+    """The size wanted after a chunk of `size` frames."""
+    full, growth = chunks.codec_chunk_frames, chunks.codec_chunk_growth
+    if not growth:
+        return full
+    return min(full, math.ceil(size * growth - ROUNDING))
+
+
+def sizes_of(chunks: Chunks) -> tuple[int, ...]:
+    """The sizes that chunks of a long stream have, in their order; no more once they are LARGE."""
+    sizes = [chunks.initial_codec_chunk_frames]
+    while (size := size_after(sizes[-1], chunks)) != sizes[-1] and min(sizes[-1], size) < LARGE:
+        sizes.append(size)
+    return tuple(sizes)

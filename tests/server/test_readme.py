@@ -60,8 +60,8 @@ def adapted(command, server, folder):
     match words[0]:
         case ".":
             return "true"  # the tests run inside the environment already
-        case "make" if words[1] in ("test", "perf"):
-            return f"make -C {ROOT} -n {words[1]}"  # this is `make test`; test_load_tools.py does the other
+        case "make" if words[1] in ("test", "perf", "plans"):
+            return f"make -C {ROOT} -n {words[1]}"  # this is `make test`; tests of their own do the others
         case "make" if words[1] == "serve":
             return "tritone serve smoltalk --check --http-port 0 --grpc-port 0 --metrics-port 0"
         case "make":
@@ -78,6 +78,8 @@ def adapted(command, server, folder):
             folder = qwen3_omni_oracle.checkpoint()
             ports = "--http-port 0 --grpc-port 0 --metrics-port 0"
             return f"{command.replace('/models/Qwen3-Omni-30B-A3B-Instruct', str(folder))} --check {ports}"
+        case "python" if words[1] == "build/plans.py":
+            return f"python {ROOT}/build/plans.py --help"
         case "tritone" | "python":
             return f"{command} --url {server.grpc_url}"
         case "curl":

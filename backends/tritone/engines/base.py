@@ -31,6 +31,8 @@ class Placement:
     checkpoint: Path  # folder with the stage's weights
     device: str = "cpu"  # "cpu" or "cuda:<index>", as Triton's instance group decided
     threads: int = 1  # intra-op threads of the stage on a CPU
+    max_batch_size: int = 16  # of a stage that Triton batches: streams in one call
+    chunk_frames: tuple[int, ...] = (4, 25)  # sizes of the chunks that it is given, unless a request differs
 
 
 @dataclass(frozen=True)

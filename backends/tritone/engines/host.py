@@ -34,6 +34,7 @@ from tritone.engines.loops import BatchLoop, Loop, Peers, StageLoop
 from tritone.engines.torch_trace import TorchTrace
 from tritone.errors import ConfigError, InvalidRequest
 from tritone.fault_log import FaultFormatter
+from tritone.stream import sizes_of
 from tritone.tracing import Tracer, open_tracer
 
 log = logging.getLogger("tritone.engine")
@@ -165,7 +166,10 @@ def build_loops(
     for name in stages:
         settings = deploy.stage(name)
         folder = deploy.require_checkpoint(name)
-        engine = deploy.engine_class(name)(Placement(folder, device, settings.threads), settings.options)
+        placement = Placement(
+            folder, device, settings.threads, settings.max_batch_size, sizes_of(deploy.chunks)
+        )
+        engine = deploy.engine_class(name)(placement, settings.options)
         if isinstance(engine, BatchEngine):
             loops[settings.model] = BatchLoop(settings.model, engine, settings.lease_s, tracer)
         else:

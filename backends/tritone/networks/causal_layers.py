@@ -3,10 +3,11 @@
     a stream's memory [size]  =  │ layer 0's place │ layer 1's place │ … │
     x [B, C, T] ─► place's columns, then x ─► layer ─► y [B, C', T']
                      ▲                 └─ the last of them, for the next call
-                     └─ memory [B, size], a row a stream
+                     └─ Memory: [B, size], a row a stream
 
 All layers of a network share one tensor a stream, so that taking up a batch of streams is one stack, and
-laying them down one copy, whatever the number of layers.
+laying them down one copy, whatever the number of layers. `Memory` is moved in place by streams that bring as
+many columns; `PaddedMemory` makes a new one, of streams whose last frames may be padding.
 
 Snake: Ziyin et al. 2020 (arXiv 2006.08195), in the form of BigVGAN (arXiv 2206.04658).
 """
@@ -70,9 +71,14 @@ class Layout:
 
     def __init__(self) -> None:
         self.size = 0
+        self._columns = 1
+
+    def widen(self, ratio: int) -> None:
+        """Layers that reserve from now on see `ratio` times as many columns a frame."""
+        self._columns *= ratio
 
     def reserve(self, *shape: int) -> Place:
-        place = Place(self.size, shape)
+        place = Place(self.size, shape, self._columns)
         self.size += math.prod(shape)
         return place
 
@@ -81,10 +87,53 @@ class Layout:
 class Place:
     start: int
     shape: tuple[int, ...]
+    columns: int  # that a layer is given for a frame
 
     def of(self, memory: Tensor) -> Tensor:
         """View [B, *shape] of memory [B, size]."""
-        return memory[:, self.start : self.start + math.prod(self.shape)].view(len(memory), *self.shape)
+        return memory[:, self.start : self.start + math.prod(self.shape)].view(memory.shape[0], *self.shape)
+
+
+class Memory:
+    """What B streams remember, moved in place; each brings as many columns to a call as the others."""
+
+    def __init__(self, rows: Tensor) -> None:
+        """rows: [B, size of the layout]"""
+        self._rows = rows
+
+    def of(self, place: Place) -> Tensor:
+        """[B, *place.shape]"""
+        return place.of(self._rows)
+
+    def keep(self, place: Place, joined: Tensor, dim: int = -1) -> None:
+        """The last columns of `joined`, what a layer kept and its new columns along `dim` < 0, are kept."""
+        kept = self.of(place)
+        size = kept.shape[dim]
+        kept.copy_(joined.narrow(dim, joined.shape[dim] - size, size))
+
+
+class PaddedMemory(Memory):
+    """What B streams remember, made anew; of the frames of a call each brings the first `valid`."""
+
+    def __init__(self, rows: Tensor, valid: Tensor) -> None:
+        """valid: int [B], frames; what lies behind them is as if it was not there."""
+        super().__init__(rows)
+        self._valid = valid.long()
+        self._kept: dict[int, Tensor] = {}  # by start of the place: [B, size]
+
+    def keep(self, place: Place, joined: Tensor, dim: int = -1) -> None:
+        size = place.shape[dim]
+        if not size:
+            return
+        columns = self._valid[:, None] * place.columns + torch.arange(size, device=joined.device)
+        shape = [1] * joined.dim()
+        shape[0], shape[dim] = columns.shape
+        index = columns.view(shape).expand(-1, *place.shape)
+        self._kept[place.start] = joined.gather(dim, index).flatten(1)
+
+    def moved(self) -> Tensor:
+        """[B, size of the layout]; every layer has kept its columns."""
+        return torch.cat([self._kept[start] for start in sorted(self._kept)], dim=1)
 
 
 class Snake:
@@ -94,9 +143,9 @@ class Snake:
         alpha, beta = (source.wide(name, channels).exp()[:, None] for name in ("alpha", "beta"))
         self._alpha, self._gain = alpha.to(source.dtype), (1.0 / (beta + _SNAKE_EPSILON)).to(source.dtype)
 
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        """[B, C, T] into `out` of the same shape."""
-        torch.addcmul(x, (x * self._alpha).sin_().square_(), self._gain, out=out)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[B, C, T] into `out` of the same shape, or a new tensor."""
+        return torch.addcmul(x, (x * self._alpha).sin_().square_(), self._gain, out=out)
 
 
 class _Causal:
@@ -105,17 +154,21 @@ class _Causal:
     def __init__(self, tail: int, channels: int, layout: Layout) -> None:
         self._tail = layout.reserve(channels, tail)
 
-    def _behind_tail(self, x: Tensor, memory: Tensor, snake: Snake | None) -> Tensor:
+    def _behind_tail(self, x: Tensor, memory: Memory, snake: Snake | None) -> Tensor:
         """The tail in memory, then x [B, C, T], through `snake` if there is one: [B, C, tail + T]."""
-        tail = self._tail.of(memory)
-        kept, length = tail.shape[-1], x.shape[-1]
-        joined = torch.empty((*x.shape[:-1], kept + length), device=x.device, dtype=x.dtype)
-        joined[..., :kept] = tail
-        if snake is None:
-            joined[..., kept:] = x
+        tail = memory.of(self._tail)
+        if torch.compiler.is_exporting():  # a graph without writes into parts of a tensor
+            y = x if snake is None else snake(x)
+            joined = torch.cat((tail, y), dim=-1) if tail.shape[-1] else y
         else:
-            snake(x, out=joined[..., kept:])
-        tail.copy_(joined[..., length:])
+            kept, length = tail.shape[-1], x.shape[-1]
+            joined = torch.empty((*x.shape[:-1], kept + length), device=x.device, dtype=x.dtype)
+            joined[..., :kept] = tail
+            if snake is None:
+                joined[..., kept:] = x
+            else:
+                snake(x, out=joined[..., kept:])
+        memory.keep(self._tail, joined)
         return joined
 
 
@@ -138,7 +191,7 @@ class Convolution(_Causal):
         self._bias = source("conv.bias", outputs)
         self._dilation, self._groups = dilation, groups
 
-    def __call__(self, x: Tensor, memory: Tensor, snake: Snake | None = None) -> Tensor:
+    def __call__(self, x: Tensor, memory: Memory, snake: Snake | None = None) -> Tensor:
         x = self._behind_tail(x, memory, snake)
         return F.conv1d(x, self._weight, self._bias, dilation=self._dilation, groups=self._groups)
 
@@ -157,6 +210,6 @@ class Upsampling(_Causal):
         self._bias = source("bias", outputs).repeat_interleave(rate)
         self._rate = rate
 
-    def __call__(self, x: Tensor, memory: Tensor, snake: Snake) -> Tensor:
+    def __call__(self, x: Tensor, memory: Memory, snake: Snake) -> Tensor:
         y = F.conv1d(self._behind_tail(x, memory, snake), self._weight, self._bias)
-        return y.view(len(y), -1, self._rate, x.shape[-1]).mT.flatten(2)
+        return y.view(y.shape[0], -1, self._rate, x.shape[-1]).mT.flatten(2)

@@ -16,112 +16,32 @@ stream's first output come r columns that belong to no sample. They are the stre
 rate to rate, is kept at zero (what the whole decode pads with), and is `missing_samples` long at the end. So
 streams of any age share a pass. The last `missing_samples` of a stream never appear, as in the whole decode.
 
+`forward` takes pieces as they come, in passes of equally long ones. `step` is one pass in fixed shapes, a
+pure function of tensors: what a graph can hold.
+
 Sliding window: Beltagy et al. 2020 (arXiv 2004.05150); rotary positions: Su et al. 2021 (arXiv 2104.09864);
 ConvNeXt: Liu et al. 2022 (arXiv 2201.03545); blocks around snakes: BigVGAN (arXiv 2206.04658).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tritone.errors import ConfigError
-from tritone.networks.causal_layers import Convolution, Layout, Snake, Source, Upsampling
+from tritone.networks.causal_layers import Convolution, Layout, Memory, Snake, Source, Upsampling
 from tritone.networks.linear import Linear
+from tritone.networks.waveform_config import MAX_BATCH_FRAMES, MAX_PASS_FRAMES, WaveformConfig
+from tritone.networks.waveform_pass import EvenPass, PaddedPass, Pass
 from tritone.networks.weights import Weights
-
-MAX_PASS_FRAMES = 100  # of one stream in one pass: bounds the memory that a pass takes
-MAX_BATCH_FRAMES = 1600  # of all streams in one pass, e.g. 64 streams with 25 each
 
 _KERNEL = 7
 _DILATIONS = (1, 3, 9)  # of a block's residual units
 _NORM_EPSILON = 1e-6  # of a ConvNeXt block
-
-
-@dataclass(frozen=True)
-class WaveformConfig:
-    """Shape of a decoder, named as in a checkpoint's config.json."""
-
-    codebook_size: int
-    num_quantizers: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    attention_bias: bool
-    sliding_window: int  # frames that a frame sees, itself included
-    rms_norm_eps: float
-    rope_theta: float
-    upsampling_ratios: tuple[int, ...]
-    upsample_rates: tuple[int, ...]
-    decoder_dim: int  # channels before the first rate; each rate halves them
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> WaveformConfig:
-        """Read the codec's part of config.json; ConfigError for what is missing or not computed here."""
-        rope: dict[str, Any] = {**config, **(config.get("rope_parameters") or {})}
-        for key, value, known in (
-            ("hidden_act", config.get("hidden_act", "silu"), "silu"),
-            ("rope_type", rope.get("rope_type", "default"), "default"),
-        ):
-            if value != known:
-                raise ConfigError(
-                    f"the codec's config.json has {key} '{value}'", f"this decoder computes only {known}"
-                )
-        try:
-            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-            read = cls(
-                codebook_size=int(config["codebook_size"]),
-                num_quantizers=int(config["num_quantizers"]),
-                hidden_size=hidden,
-                intermediate_size=int(config["intermediate_size"]),
-                num_hidden_layers=int(config["num_hidden_layers"]),
-                num_attention_heads=heads,
-                num_key_value_heads=int(config["num_key_value_heads"]),
-                head_dim=int(config.get("head_dim") or hidden // heads),
-                attention_bias=bool(config.get("attention_bias", False)),
-                sliding_window=int(config["sliding_window"]),
-                rms_norm_eps=float(config["rms_norm_eps"]),
-                rope_theta=float(rope["rope_theta"]),
-                upsampling_ratios=tuple(map(int, config["upsampling_ratios"])),
-                upsample_rates=tuple(map(int, config["upsample_rates"])),
-                decoder_dim=int(config["decoder_dim"]),
-            )
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as fault:
-            raise ConfigError(
-                f"the codec's config.json cannot be used ({type(fault).__name__}: {fault})",
-                "use the one that came with the weights",
-            ) from None
-        if read.sliding_window < 2:
-            raise ConfigError(
-                f"the codec's config.json has sliding_window {read.sliding_window}", "give at least 2 frames"
-            )
-        return read
-
-    @property
-    def samples_per_frame(self) -> int:
-        return math.prod((*self.upsampling_ratios, *self.upsample_rates))
-
-    @property
-    def leads(self) -> tuple[int, ...]:
-        """After each rate, how many columns of a stream come before its first one."""
-        return tuple(
-            itertools.accumulate(self.upsample_rates, lambda lead, rate: (lead + 1) * rate, initial=0)
-        )[1:]
-
-    @property
-    def missing_samples(self) -> int:
-        """By how much a stream of T frames is shorter than T · samples_per_frame."""
-        return (0, *self.leads)[-1]
 
 
 @dataclass
@@ -178,7 +98,7 @@ class WaveformDecoder:
             self._leave = Convolution(
                 source.under(f"decoder.{last + 1}."), layout, channels, 1, kernel=_KERNEL
             )
-        self._memory_size = layout.size
+        self.memory_size = layout.size  # elements of one stream's memory
 
     @property
     def num_codebooks(self) -> int:
@@ -200,10 +120,10 @@ class WaveformDecoder:
     @property
     def state_bytes(self) -> int:
         """Memory of one stream, from its first frame to its last."""
-        return self._memory_size * self.dtype.itemsize
+        return self.memory_size * self.dtype.itemsize
 
     def new_state(self) -> WaveformState:
-        return WaveformState(torch.zeros(self._memory_size, device=self.device, dtype=self.dtype))
+        return WaveformState(torch.zeros(self.memory_size, device=self.device, dtype=self.dtype))
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -238,25 +158,42 @@ class WaveformDecoder:
 
     def _decode(self, codes: Tensor, memory: Tensor, ages: Sequence[int]) -> Tensor:
         """codes [B, n, Q] to samples [B, n · samples_per_frame], leads included; moves memory [B, size]."""
+        return self._run(codes, EvenPass(memory, ages))
+
+    def step(
+        self, memory: Tensor, frames: Tensor, codes: Tensor, valid: Tensor, start: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One pass of B streams in fixed shapes: waits for nothing, changes no argument.
+
+        memory: [B, memory_size]; frames: int32 [B], that it has seen, up to `age_limit`
+        codes: int32 [B, n, Q], 0 < n <= MAX_PASS_FRAMES; valid: int32 [B], how many of them are the stream's
+        start: bool [B], the stream begins here, whatever its memory and frames are
+
+        Gives samples [B, n · samples_per_frame], leads included, that mean nothing behind the valid frames,
+        and memory and frames after these.
+        """
+        frames = frames.masked_fill(start, 0)
+        passed = PaddedPass(memory.masked_fill(start[:, None], 0), frames, valid)
+        wave = self._run(codes, passed)
+        return wave, passed.moved(), (frames + valid).clamp(max=self.config.age_limit)
+
+    def _run(self, codes: Tensor, passed: Pass) -> Tensor:
+        """codes [B, n, Q] to samples [B, n · samples_per_frame], leads included."""
         batch, length, books = codes.shape
-        rows = F.embedding_bag((codes + self._offsets).view(-1, books), self._embedding, mode="mean")
-        x = self._transformer(rows.view(batch, length, -1), memory, ages)
+        tokens = (codes + self._offsets).view(-1, books)
+        if torch.compiler.is_exporting():
+            rows = F.embedding(tokens, self._embedding).mean(dim=1)
+        else:
+            rows = F.embedding_bag(tokens, self._embedding, mode="mean")
+        x = self._transformer(rows.view(batch, length, -1), passed)
         for widener in self._wideners:
-            x = widener(x, memory)
-        x = self._enter(x.mT, memory)
+            x = widener(x, passed)
+        x = self._enter(x.mT, passed)
         columns = math.prod(self.config.upsampling_ratios)  # a frame
         for block, lead in zip(self._blocks, self.config.leads, strict=True):
             columns *= block.rate
-            x = block(x, memory, self._lead([lead - age * columns for age in ages], length * columns))
-        return self._leave(x, memory, self._snake).squeeze(1).clamp_(-1, 1)
-
-    def _lead(self, leads: Sequence[int], columns: int) -> Tensor | None:
-        """What is lead among the first columns, bool [B, 1, longest lead, at most columns]; None: nothing."""
-        longest = min(max(leads), columns)
-        if longest <= 0:
-            return None
-        ends = torch.tensor(leads, device=self.device)[:, None, None]
-        return torch.arange(longest, device=self.device) < ends
+            x = block(x, passed, passed.lead(lead, columns, length * columns))
+        return self._leave(x, passed, self._snake).squeeze(1).clamp_(-1, 1)
 
 
 class _Transformer:
@@ -279,17 +216,15 @@ class _Transformer:
         self._cos = torch.cat((cos, cos), dim=-1).to(source.device, source.dtype)
         self._sin = torch.cat((-sin, sin), dim=-1).to(source.device, source.dtype)
 
-    def __call__(self, x: Tensor, memory: Tensor, ages: Sequence[int]) -> Tensor:
+    def __call__(self, x: Tensor, passed: Pass) -> Tensor:
         length = x.shape[1]
         keys = self._past + length
-        unfilled = [max(0, self._past - age) for age in ages]
-        seen = self._seen[:length, :keys]
-        if any(unfilled):
-            first = torch.tensor(unfilled, device=x.device)[:, None, None, None]
-            seen = seen & (torch.arange(keys, device=x.device) >= first)
+        seen, filled = self._seen[:length, :keys], passed.filled(self._past, keys)
+        if filled is not None:
+            seen = seen & filled
         mask = torch.zeros(seen.shape, device=x.device, dtype=x.dtype).masked_fill_(~seen, -math.inf)
         for layer in self._layers:
-            x = layer(x, memory, mask, self._cos[:keys], self._sin[:keys])
+            x = layer(x, passed, mask, self._cos[:keys], self._sin[:keys])
         return F.rms_norm(x, self._norm.shape, self._norm, self._epsilon)
 
 
@@ -317,19 +252,18 @@ class _Layer:
         self._mlp_norm = source("post_attention_layernorm.weight", hidden)
         self._window = layout.reserve(2 * config.num_key_value_heads, config.sliding_window - 1, size)
 
-    def __call__(self, x: Tensor, memory: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, memory: Memory, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, n, H]; mask [B or 1, 1, n, keys] or [n, keys]; cos, sin [keys, D]."""
-        heads, length = self._config.num_attention_heads, x.shape[1]
+        heads, past = self._config.num_attention_heads, self._config.sliding_window - 1
         qkv = self._qkv(self._normed(x, self._attention_norm))
         qkv = qkv.view(*x.shape[:2], -1, self._config.head_dim)
         # [B, heads, n, D] and [B, 2 kv_heads, n, D]
         query, new = qkv.transpose(1, 2).tensor_split((heads,), dim=1)
-        window = self._window.of(memory)
-        both = torch.cat((window, new), dim=2)
-        window.copy_(both[:, :, length:])
+        both = torch.cat((memory.of(self._window), new), dim=2)
+        memory.keep(self._window, both, dim=-2)
         key, value = both.chunk(2, dim=1)  # [B, kv_heads, keys, D]
         attended = F.scaled_dot_product_attention(
-            _rotated(query, cos[-length:], sin[-length:]),
+            _rotated(query, cos[past:], sin[past:]),
             _rotated(key, cos, sin),
             value,
             attn_mask=mask,
@@ -354,6 +288,7 @@ class _Widener:
         weight = source("0.conv.weight", hidden, hidden, ratio).permute(2, 1, 0).flatten(0, 1)
         bias = source("0.conv.bias", hidden).repeat(ratio)
         self._widen = Linear(weight.contiguous(), bias)
+        layout.widen(ratio)
         block = source.under("1.")
         self._depthwise = Convolution(
             block.under("dwconv."), layout, hidden, hidden, kernel=_KERNEL, groups=hidden
@@ -364,8 +299,8 @@ class _Widener:
             "pwconv2", hidden, 4 * hidden, bias=True, gain=block.wide("gamma", hidden)
         )
 
-    def __call__(self, x: Tensor, memory: Tensor) -> Tensor:
-        x = self._widen(x).view(len(x), -1, self._hidden)
+    def __call__(self, x: Tensor, memory: Memory) -> Tensor:
+        x = self._widen(x).view(x.shape[0], -1, self._hidden)
         y = self._depthwise(x.mT, memory).mT
         y = F.layer_norm(y, (self._hidden,), *self._norm, _NORM_EPSILON)
         return self._shrink(F.gelu(self._expand(y))).add_(x)
@@ -378,12 +313,13 @@ class _Block:
         self.rate = rate
         self._snake = Snake(source.under("0."), channels)
         self._upsample = Upsampling(rate, channels, channels // 2, source.under("1.conv."), layout)
+        layout.widen(rate)
         self._units = [
             _ResidualUnit(channels // 2, dilation, source.under(f"{i}."), layout)
             for i, dilation in enumerate(_DILATIONS, start=2)
         ]
 
-    def __call__(self, x: Tensor, memory: Tensor, lead: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, memory: Memory, lead: Tensor | None) -> Tensor:
         """lead: bool [B, 1, up to T · rate], the columns to keep at zero; None: there are none."""
         x = _silenced(self._upsample(x, memory, self._snake), lead)
         for unit in self._units:
@@ -399,7 +335,7 @@ class _ResidualUnit:
         )
         self._mix = Convolution(source.under("conv2."), layout, channels, channels, kernel=1)
 
-    def __call__(self, x: Tensor, memory: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, memory: Memory) -> Tensor:
         y = self._spread(x, memory, self._snakes[0])
         return self._mix(y, memory, self._snakes[1]).add_(x)
 
@@ -411,8 +347,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _silenced(x: Tensor, lead: Tensor | None) -> Tensor:
     """x [B, C, T] with zeros, in place, where `lead` [B, 1, up to T] says so."""
-    if lead is not None:
-        x[..., : lead.shape[-1]].masked_fill_(lead, 0)
+    if lead is None:
+        return x
+    if torch.compiler.is_exporting():
+        begin = lead.shape[-1]
+        return torch.cat((x[..., :begin].masked_fill(lead, 0), x[..., begin:]), dim=-1)
+    x[..., : lead.shape[-1]].masked_fill_(lead, 0)
     return x
 
 

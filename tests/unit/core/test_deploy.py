@@ -48,6 +48,8 @@ def test_the_shipped_file_is_valid_and_caps_bls_below_the_default_thread_pool():
         ("pipeline: smoltalk\nstages: {talker: {instnces: 2}}", ["talker", "instnces", "instances"]),
         ("pipeline: smoltalk\nstages: {thinker: {engine: {max_slot: 2}}}", ["max_slot", "max_slots"]),
         ("pipeline: smoltalk\nstages: {thinker: {engine: {kind: vlm}}}", ["vlm", "torch"]),
+        ("pipeline: smoltalk\nstages: {thinker: {engine: vlm}}", ["vlm", "torch"]),
+        ("pipeline: smoltalk\nstages: {thinker: {engine: [torch]}}", ["engine is ['torch']", "mapping"]),
         ("pipeline: smoltalk\nstages: {thinker: {sampling: {temperature: hot}}}", ["temperature", "hot"]),
         ("pipeline: smoltalk\nstages: {code2wav: {sampling: {seed: 1}}}", ["does not sample"]),
         ("pipeline: smoltalk\nstages: {ears: {device: tpu}}", ["tpu", "cpu or gpu"]),

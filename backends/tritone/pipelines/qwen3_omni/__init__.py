@@ -123,7 +123,11 @@ PIPELINE = Pipeline(
         Stage(
             "code2wav",
             Execution.LLM_GENERATION,
-            {"torch": "tritone.pipelines.qwen3_omni.code2wav:Code2Wav"},
+            {
+                "torch": "tritone.pipelines.qwen3_omni.code2wav:Code2Wav",
+                "onnx": "tritone.pipelines.qwen3_omni.code2wav_onnx:OnnxCode2Wav",
+                "tensorrt": "tritone.pipelines.qwen3_omni.code2wav_tensorrt:TensorrtCode2Wav",
+            },
             inputs=(FRAMES,),
             outputs=(PCM,),
             batching=Batching.TRITON,

@@ -1,0 +1,279 @@
+"""Code2Wav's step as files: exported, held to torch, run by onnxruntime, built and refused by TensorRT."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import plans  # noqa: E402
+from google.protobuf import text_format  # noqa: E402
+from tritonclient.grpc import model_config_pb2 as pb  # noqa: E402
+
+from tritone.engines.base import Placement  # noqa: E402
+from tritone.errors import ConfigError  # noqa: E402
+from tritone.pipelines.qwen3_omni import code2wav_tensorrt, plan_files  # noqa: E402
+from tritone.pipelines.qwen3_omni.code2wav_onnx import OnnxCode2Wav, OnnxOptions, check_step  # noqa: E402
+from tritone.pipelines.qwen3_omni.code2wav_tensorrt import TensorrtCode2Wav, TensorrtOptions  # noqa: E402
+from tritone.pipelines.qwen3_omni.plan_model import plan_model  # noqa: E402
+
+from .test_qwen3_omni_code2wav import (  # noqa: E402
+    BOOKS,
+    MISSING,
+    RATE,
+    checkpoint,
+    chunks_of,
+    random_frames,
+    reference,
+    sound,
+    whole,
+)
+from .test_waveform_decoder import one_thread  # noqa: E402
+
+__all__ = ["checkpoint", "one_thread", "reference"]
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint):
+    """The checkpoint with its ONNX file."""
+    plans.write_onnx(checkpoint)
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def engine(exported):
+    return OnnxCode2Wav(Placement(exported, max_batch_size=5), OnnxOptions(max_streams=8))
+
+
+def without_plans(checkpoint, folder):
+    """The same weights in a folder of their own."""
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(checkpoint / name)
+    return folder
+
+
+# -- the file ------------------------------------------------------------------------------------------------
+
+
+def test_a_file_takes_any_batch_and_any_frames(exported):
+    session = onnxruntime.InferenceSession(plan_files.onnx_file(exported))
+    shapes = {tensor.name: tensor.shape for tensor in [*session.get_inputs(), *session.get_outputs()]}
+    assert tuple(shapes) == (*plan_files.INPUTS, *plan_files.OUTPUTS)
+    batch, frames, books = shapes["codes"]
+    assert isinstance(batch, str) and isinstance(frames, str) and books == BOOKS
+    for name in plan_files.INPUTS:
+        assert shapes[name][0] == batch and not isinstance(shapes[name][-1], str)
+    assert shapes["memory"] == shapes["memory_out"]
+    assert not list((exported / "plans").glob(".building-*"))
+
+
+def test_the_file_computes_what_torch_does_sound_and_states(exported):
+    decoder = plans.load_decoder(exported)
+    assert plans.check(decoder, plan_files.onnx_file(exported)) <= 1e-5
+
+
+def test_a_file_of_other_weights_is_seen(exported):
+    decoder = plans.load_decoder(exported)
+    with torch.inference_mode():
+        decoder._leave._bias += 0.01
+    with pytest.raises(
+        ConfigError, match=r"differs from torch by 1\.0e-02, more than 1e-04; nothing was written"
+    ):
+        plans.check(decoder, plan_files.onnx_file(exported))
+
+
+def test_what_fails_the_check_is_not_written(checkpoint, tmp_path, monkeypatch, capsys):
+    folder = without_plans(checkpoint, tmp_path)
+    monkeypatch.setattr(plans, "export", lambda decoder, file: file.write_bytes(b"new"))
+    monkeypatch.setattr(plans, "differences", lambda *_: [0.1])
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *_, **__: None)
+    target = plan_files.onnx_file(folder)
+    target.parent.mkdir()
+    target.write_bytes(b"old")
+    assert plans.main(["--checkpoint", str(folder)]) == 1
+    assert "differs from torch by 1.0e-01" in capsys.readouterr().err
+    assert target.read_bytes() == b"old" and list(target.parent.iterdir()) == [target]
+    for bad in (float("nan"), float("inf")):
+        monkeypatch.setattr(plans, "differences", lambda *_, bad=bad: [bad])
+        assert plans.main(["--checkpoint", str(folder)]) == 1
+
+
+# -- engine onnx ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[1] * 59, [4, 25, 25], [3, 1, 40, 2], []], ids=["1", "4", "ragged", "all"])
+def test_chunks_of_any_size_give_the_references_samples(engine, reference, sizes):
+    frames = random_frames(60, 1)
+    pcm = sound(engine, chunks_of("a", frames, sizes))
+    assert pcm.shape == (60 * RATE - MISSING,) and pcm.dtype == np.float32
+    np.testing.assert_allclose(pcm, whole(reference, frames), atol=1e-5)
+    assert engine.stats() == {"active": 0, "codec_frames": engine.stats()["codec_frames"], "state_bytes": 0}
+
+
+def test_streams_of_any_phase_share_a_batch(engine, reference):
+    rng = random.Random(8)
+    frames = {f"s{n}": random_frames(rng.randint(1, 90), n) for n in range(12)}
+    waiting = {name: chunks_of(name, mine, [rng.randint(1, 30)] * 90) for name, mine in frames.items()}
+    together = {name: [] for name in frames}
+    while any(waiting.values()):
+        names = [name for name, chunks in waiting.items() if chunks][:8]
+        for name, answer in zip(names, engine.run([waiting[name].pop(0) for name in names]), strict=True):
+            together[name].append(answer["pcm"])
+    for name, mine in frames.items():
+        np.testing.assert_allclose(np.concatenate(together[name]), whole(reference, mine), atol=1e-5)
+    assert engine.stats()["active"] == 0
+
+
+def test_a_missing_file_is_one_sentence_with_the_command(checkpoint, tmp_path):
+    folder = without_plans(checkpoint, tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        OnnxCode2Wav(Placement(folder), OnnxOptions())
+    assert str(refusal.value) == (
+        f"code2wav has no '{folder}/plans/code2wav.onnx'; run `python build/plans.py --checkpoint {folder}`"
+    )
+
+
+def test_a_file_that_is_none_is_refused(checkpoint, tmp_path):
+    folder = without_plans(checkpoint, tmp_path)
+    plan_files.onnx_file(folder).parent.mkdir()
+    plan_files.onnx_file(folder).write_bytes(b"something else")
+    with pytest.raises(ConfigError, match="onnxruntime cannot load") as refusal:
+        OnnxCode2Wav(Placement(folder), OnnxOptions())
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_file_of_another_codec_or_version_is_refused(engine, exported):
+    session, file = engine._waves._session, plan_files.onnx_file(exported)
+    check_step(session, SimpleNamespace(num_quantizers=BOOKS), file, exported)
+    with pytest.raises(ConfigError, match="is not the step of this codec and this version"):
+        check_step(session, SimpleNamespace(num_quantizers=BOOKS + 1), file, exported)
+    older = SimpleNamespace(
+        get_inputs=session.get_inputs,
+        get_outputs=session.get_outputs,
+        get_modelmeta=lambda: SimpleNamespace(custom_metadata_map={}),
+    )
+    with pytest.raises(ConfigError, match="is not the step"):
+        check_step(older, SimpleNamespace(num_quantizers=BOOKS), file, exported)
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="onnxruntime can use a GPU here"
+)
+def test_a_device_that_onnxruntime_cannot_use_is_refused(exported):
+    with pytest.raises(ConfigError, match=r"cannot run on cuda:0; install onnxruntime-gpu .* `device: cpu`"):
+        OnnxCode2Wav(Placement(exported, "cuda:0"), OnnxOptions())
+
+
+# -- TensorRT ------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_named_by_stage_architecture_and_library(tmp_path):
+    library = SimpleNamespace(__name__="tensorrt", __version__="10.13.0.35")
+    name = plan_files.library_name(library)
+    file = plan_files.plan_file(tmp_path, plan_files.architecture_of((9, 0)), name)
+    assert file == tmp_path / "plans" / "code2wav.sm90.tensorrt-10.13.0.35.plan"
+
+
+def test_a_plan_of_another_gpu_or_version_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"no plan of sm90 and tensorrt-10\.13 .*, no plan at all; run `python"
+    ):
+        plan_files.require_plan(tmp_path, "sm90", "tensorrt-10.13")
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans" / "code2wav.sm80.tensorrt-10.13.plan").touch()
+    with pytest.raises(
+        ConfigError, match=r"only code2wav\.sm80\.tensorrt-10\.13\.plan; run .* --tensorrt` on this"
+    ):
+        plan_files.require_plan(tmp_path, "sm90", "tensorrt-10.13")
+    assert plan_files.require_plan(tmp_path, "sm80", "tensorrt-10.13").is_file()
+
+
+def test_an_engine_without_what_it_needs_is_refused(checkpoint, monkeypatch):
+    def refused(device="cuda:0"):
+        with pytest.raises(ConfigError) as refusal:
+            TensorrtCode2Wav(Placement(checkpoint, device), TensorrtOptions())
+        return str(refusal.value)
+
+    assert "engine tensorrt on device cpu, where no plan runs; give it `device: gpu`" in refused("cpu")
+    for name in plan_files.LIBRARIES:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "neither tensorrt nor tensorrt_rtx is installed" in refused()
+    given = SimpleNamespace(__name__="tensorrt", __version__="10.13.0.35")
+    monkeypatch.setitem(sys.modules, "tensorrt", given)
+    assert code2wav_tensorrt.find_library() is given
+    if not torch.cuda.is_available():
+        assert "needs an NVIDIA GPU, and torch finds none here" in refused()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert "no plan of sm90 and tensorrt-10.13.0.35" in refused()
+
+
+def test_a_model_of_tritons_own_backend(checkpoint):
+    codec = plans.codec_config(checkpoint)
+    text = text_format.MessageToString(plan_model("c2w", codec, 4711, 16, (4, 25)))
+    config = text_format.Parse(text, pb.ModelConfig())  # as the server reads it
+    assert (config.name, config.platform, config.backend) == ("c2w", "tensorrt_plan", "tensorrt")
+    assert config.max_batch_size == 16 and config.default_model_filename == "model.plan"
+    batching = config.sequence_batching
+    assert batching.WhichOneof("strategy_choice") == "oldest"
+    (start,) = batching.control_input
+    (control,) = start.control
+    assert control.kind == pb.ModelSequenceBatching.Control.CONTROL_SEQUENCE_START
+    assert (start.name, list(control.int32_false_true)) == ("start", [0, 1])
+    inputs = {one.name: (one.data_type, list(one.dims)) for one in config.input}
+    states = {one.input_name: (one.data_type, list(one.dims)) for one in batching.state}
+    outputs = [one.name for one in config.output] + [one.output_name for one in batching.state]
+    assert inputs == {"codes": (pb.TYPE_INT32, [-1, BOOKS]), "valid": (pb.TYPE_INT32, [1])}
+    assert states == {"memory": (pb.TYPE_FP32, [4711]), "frames": (pb.TYPE_INT32, [1])}
+    assert {*inputs, *states, start.name} == set(plan_files.INPUTS) and tuple(outputs) == plan_files.OUTPUTS
+    for state in batching.state:
+        (initial,) = state.initial_state
+        assert initial.zero_data and list(initial.dims) == list(state.dims)
+    assert config.instance_group[0].kind == pb.ModelInstanceGroup.KIND_GPU
+    published = {key: value.string_value for key, value in config.parameters.items()}
+    assert published == {
+        "samples_per_frame": str(RATE),
+        "missing_samples": str(MISSING),
+        "codebook_size": "16",
+        "chunk_frames": "4,25",
+    }
+
+
+def test_tensorrt_for_rtx_builds_plans_without_a_gpu(exported, tmp_path, capsys):
+    pytest.importorskip("tensorrt_rtx")
+    for name in ("config.json", "model.safetensors", "plans"):
+        (tmp_path / name).symlink_to(exported / name)
+    library = code2wav_tensorrt.find_library()
+    plan = plans.write_plan(exported, "sm89", max_rows=4, max_frames=25)
+    assert plan.name == f"code2wav.sm89.{library.__name__}-{library.__version__}.plan"
+    assert plan.stat().st_size > 10_000
+    plans.write_model(exported, plan, tmp_path / "c2w_native", 4, 25)
+    config = text_format.Parse((tmp_path / "c2w_native" / "config.pbtxt").read_text(), pb.ModelConfig())
+    memory = next(state for state in config.sequence_batching.state if state.input_name == "memory")
+    session = onnxruntime.InferenceSession(plan_files.onnx_file(exported))
+    assert list(memory.dims) == session.get_inputs()[0].shape[1:]
+    assert config.parameters["chunk_frames"].string_value == "4,25"
+    assert (tmp_path / "c2w_native" / "1" / "model.plan").read_bytes() == plan.read_bytes()
+    with pytest.raises(ConfigError, match=r"builds no plans for sm90; it knows sm75, .*sm89"):
+        plans.build_plan(library, plan_files.onnx_file(exported), "sm90", 4, 25)
+
+
+def test_the_default_checkpoint_is_the_tiny_one(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TRITONE_CACHE", str(tmp_path))
+    monkeypatch.setattr(plans, "checkpoint_dir", lambda name: tmp_path / name)
+    assert plans.main([]) == 1
+    assert "qwen3_omni_tiny.py" in capsys.readouterr().err
+
+
+def test_config_is_what_a_checkpoint_has(checkpoint):
+    assert plans.codec_config(checkpoint).num_quantizers == BOOKS
+    assert json.loads((checkpoint / "config.json").read_text())["code2wav_config"]["num_quantizers"] == BOOKS
