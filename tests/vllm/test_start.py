@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from conftest import start
 
+from thinkers import start
 from tritone.engines.vllm import contract
 from tritone.engines.vllm.contract import Part
 from tritone.errors import ConfigError

@@ -1,11 +1,12 @@
-"""The Thinker on vLLM against the torch Thinker: the same tokens, the same text, the same rows for the talker."""
+"""The Thinker on vLLM against the torch Thinker: the same tokens, text, and rows for the talker."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
-from conftest import CASES, assert_equal
+
+from thinkers import CASES, assert_equal
 
 TEXT, MEDIA = "stops", "image_audio"
 TOGETHER = ("cut", "image_audio", "video_audio", "turns")
@@ -126,7 +127,7 @@ def test_who_has_to_make_room_gives_the_same_answer(tight, torch_thinker, monkey
         assert_equal(answer, torch_thinker.one(name, CASES[name], **settings))
 
 
-# -- chance ----------------------------------------------------------------------------------------------------
+# -- chance --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.05}], ids=str)
@@ -141,7 +142,7 @@ def test_a_seed_repeats_an_answer_whatever_else_runs(roomy, filters):
     assert answers["again"].spoken == alone.spoken != answers["other"].spoken
 
 
-# -- what is refused -------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", ["long ", "Hello "])

@@ -1,7 +1,7 @@
 """Every part of vLLM that is touched here, by name, so that an upgrade fails at once and says at what.
 
-The first list is documented for users of vLLM; the second is not, and may change with any release. Nothing else
-of vLLM may be used by Tritone: a test reads our sources and compares.
+The first list is documented for users of vLLM; the second is not, and may change with any release. Nothing
+else of vLLM is used: a test reads our sources and compares.
 """
 
 from __future__ import annotations

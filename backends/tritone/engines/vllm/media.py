@@ -1,8 +1,8 @@
 """Rows of media, made by our own towers, as items that vLLM takes into a prompt.
 
-    rows [M, W] at places of a prompt ─► pieces: consecutive rows, at most PIECE_ROWS ─► vLLM's multimodal input
+    rows [M, W] at places of a prompt ─► pieces: consecutive, at most PIECE_ROWS ─► vLLM's multimodal input
 
-vLLM knows one modality, "image", whose encoder gives back what it is given. A piece is known by what is in it,
+vLLM knows one modality, "image", whose encoder gives back what it is given. A piece is known by its content,
 so that prompts that begin alike share their KV blocks.
 """
 

@@ -9,8 +9,8 @@ from tritone.ports import Array
 
 EXTRA = "tritone"  # its key in `SamplingParams.extra_args`
 POSITION_UNIT = 1 << 16
-"""Positions are whole numbers to vLLM, and a video's times are not: they travel as multiples of 1 / UNIT, which
-is finer than float32 is from position 128 on."""
+"""Positions are whole numbers to vLLM, and a video's times are not: they travel in multiples of 1 / UNIT,
+which is finer than float32 is from position 128 on."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,6 @@ class TappedRows:
 
 
 def of_sampling(params: Any) -> RunnerRequest | None:
-    """What came with a vLLM request's `SamplingParams`; None: it is none of ours, or a rehearsal of vLLM's."""
+    """What came with the `SamplingParams` of a request; None: it is none of ours."""
     extra = getattr(params, "extra_args", None)
     return extra.get(EXTRA) if extra else None

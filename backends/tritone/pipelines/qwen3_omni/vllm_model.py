@@ -3,8 +3,8 @@
     rows of media, made by towers.py ─► embed_multimodal ─► decoder of vLLM ─► hidden states, logits
     positions, in units of RunnerRequest ─► rotation of queries and keys, exact for a fraction of a second too
 
-vLLM's class has towers of its own, whose positions and places of media differ from the reference's where a video
-is heard or looked at a fractional number of times a second; so they are left out.
+vLLM's class has towers of its own, and rounds a video's times to whole positions, which the reference does
+not; so both are left out.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def register() -> None:
 
 
 class ExactRotation(nn.Module):
-    """Rotation by positions int64 [3, N] in units of 1 / POSITION_UNIT; vLLM's looks whole ones up in a table."""
+    """Rotation by positions int64 [3, N] in units of 1 / POSITION_UNIT; vLLM's own knows whole ones only."""
 
     def __init__(self, text_config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()

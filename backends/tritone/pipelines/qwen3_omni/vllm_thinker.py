@@ -3,8 +3,8 @@
     Prompt ─► tokens, rows of media, positions ─► LLMEngine ─► tokens ─► text, talker
                                                      └─ layer `accept_hidden_layer` at media tokens ─► talker
 
-The prompt, its towers and its positions are the torch Thinker's own, so that both read a request alike; how, is
-in thinking.py. vLLM runs in a Python of its own (`python:` of the stage): README, Thinker on vLLM.
+The prompt, its towers and its positions are the torch Thinker's own, so that both read a request alike: see
+thinking.py. vLLM runs in a Python of its own (`python:` of the stage): README, Thinker on vLLM.
 """
 
 from __future__ import annotations
@@ -110,18 +110,18 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
         return prompt_input(tokens.tolist(), session.keys, self._pieces(media))
 
     def _pieces(self, media: MediaRows) -> list[tuple[int, Any]]:
-        """Rows that follow each other, with what is added behind the first layers beside those that are seen."""
+        """Rows that follow each other; beside what is seen stands what is added behind the first layers."""
         from tritone.engines.vllm.media import pieces
 
         seen = np.isin(media.index, media.visual_index)
         order = np.cumsum(seen) - 1  # of a row that is seen, its place in `layers`
         found = []
-        for start, end in pieces(media.index, np.diff(seen, prepend=seen[:1])):
-            rows = media.values[start:end]
-            if seen[start]:
-                span = slice(int(order[start]), int(order[end - 1]) + 1)
+        for first, end in pieces(media.index, np.diff(seen, prepend=seen[:1])):
+            rows = media.values[first:end]
+            if seen[first]:
+                span = slice(int(order[first]), int(order[end - 1]) + 1)
                 rows = self._torch.cat([rows, *(layer[span] for layer in media.layers)], dim=1)
-            found.append((int(media.index[start]), rows))
+            found.append((int(media.index[first]), rows))
         return found
 
     def _runner_request(self, session: ThinkerSession) -> RunnerRequest:
