@@ -35,7 +35,6 @@ def test_how_a_prompt_is_cut_changes_nothing(tight, expected, name):
         {"repetition_penalty": 1.3, "max_tokens": 40},
         {"min_tokens": 20, "max_tokens": 24},
         {"ignore_eos": True, "max_tokens": 40},
-        {"ignore_eos": True, "max_tokens": 2000},
         {"stop": ["e"], "max_tokens": 40},
         {"stop": ["e"], "min_tokens": 8, "max_tokens": 40},
         {"max_tokens": 1},
@@ -46,6 +45,12 @@ def test_settings_mean_the_same(roomy, torch_thinker, settings):
     for name in (TEXT, MEDIA):
         ours = roomy.one(name, CASES[name], **settings)
         assert_equal(ours, torch_thinker.one(name, CASES[name], **settings))
+
+
+def test_an_answer_fills_the_context_and_no_more(tight):
+    answer = tight.one("long", CASES[TEXT], ignore_eos=True, max_tokens=2000)
+    assert answer.reason == "length"
+    assert answer.usage["prompt_tokens"] + answer.usage["completion_tokens"] == 448
 
 
 # -- the cache -----------------------------------------------------------------------------------------------

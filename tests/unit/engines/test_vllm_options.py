@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+pytest.importorskip("torch")
+
 from tritone import deploy
-from tritone.engines.vllm import engine_args
-from tritone.engines.vllm.engine_args import check_engine_args
+from tritone.engines.vllm.engine_args import check_engine_args, prepare
 from tritone.errors import ConfigError
 
 KNOWN = ["model", "max_num_seqs", "gpu_memory_utilization", "quantization", "pipeline_parallel_size"]
@@ -65,11 +66,11 @@ def test_what_engine_args_may_hold():
 )
 def test_vllm_sees_the_gpus_of_its_stage_alone(monkeypatch, seen, device, tensor_parallel, told):
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": seen})
-    engine_args._prepare(device, tensor_parallel)
+    assert prepare(device, {"tensor_parallel_size": tensor_parallel}) == "cuda:0"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == told
 
 
 def test_more_gpus_than_there_are(monkeypatch):
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "0,1"})
     with pytest.raises(ConfigError, match="begins at cuda:1 and tensor_parallel_size is 2, but 2 GPUs"):
-        engine_args._prepare("cuda:1", 2)
+        prepare("cuda:1", {"tensor_parallel_size": 2})

@@ -67,11 +67,10 @@ def start(
     engine_args: Mapping[str, Any],
     model: ModelOnVllm,
 ) -> Any:
-    """An LLMEngine that steps in this process.
+    """An LLMEngine that steps in this process, which `prepare` has prepared.
 
     Raises ConfigError for a release of vLLM that lacks what is needed, and for engine_args that it refuses.
     """
-    _prepare(device, int(engine_args.get("tensor_parallel_size", 1)))
     arguments = _engine_args(folder, device, options, prefix_cache, engine_args, model)
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -141,8 +140,11 @@ def check_engine_args(engine_args: Mapping[str, Any], known: list[str], release:
             raise ConfigError(f"engine_args: vLLM {release} has no '{key}'", suggestion(key, known))
 
 
-def _prepare(device: str, tensor_parallel: int) -> None:
-    """Settings that vLLM reads from the environment, before it is imported."""
+def prepare(device: str, engine_args: Mapping[str, Any]) -> str:
+    """Settings that vLLM reads from the environment, before it is imported; the device's name from then on.
+
+    Raises ConfigError when vLLM cannot have its GPUs.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's core lives here; its workers need not
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the tap is for version 1
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -151,8 +153,17 @@ def _prepare(device: str, tensor_parallel: int) -> None:
         # The threads of a stage are those that its placement gives; spinning on cores that others use as well
         # makes a step many times slower.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        return
-    first = int(device.partition(":")[2] or 0)
+        return device
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            "the stage shares its process with one that is on a GPU already", "remove its colocate"
+        )
+    first, tensor_parallel = (
+        int(device.partition(":")[2] or 0),
+        int(engine_args.get("tensor_parallel_size", 1)),
+    )
     seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     wanted = range(first, first + tensor_parallel)
     if seen and wanted[-1] >= len(seen):
@@ -163,6 +174,7 @@ def _prepare(device: str, tensor_parallel: int) -> None:
         )
     # vLLM takes the first GPUs that it sees.
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[i] if seen else str(i) for i in wanted)
+    return "cuda:0"
 
 
 def _cpu_cache(options: SlotOptions, model: ModelOnVllm) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from tritone.engines.base import PREFILL, QUEUED, Delta
@@ -141,18 +141,24 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
         deltas: list[Delta] = []
         for output in outputs:
             session = self._sessions.get(output.request_id)
-            for token in output.outputs[0].token_ids if session is not None else ():
-                delta = self._told(session, token)
-                if delta is not None:
-                    deltas.append(delta)
-                    if delta.finish_reason is not None:
-                        self.abort(session.id)
-                        break
-            if output.finished and output.request_id in self._sessions:
+            if session is not None:
+                deltas += self._told_all(session, output.outputs[0].token_ids)
+            if output.finished and self._sessions.pop(output.request_id, None) is not None:
                 reason = output.outputs[0].finish_reason
-                self._sessions.pop(output.request_id)
                 fault = TritoneError(f"vLLM gave the request up ({reason})", "see the server log")
                 deltas.append(Delta(output.request_id, error=fault))
+        return deltas
+
+    def _told_all(self, session: T, tokens: Sequence[int]) -> list[Delta]:
+        """What there is to say of tokens; none after the one that ends the answer."""
+        deltas: list[Delta] = []
+        for token in tokens:
+            delta = self._told(session, token)
+            if delta is not None:
+                deltas.append(delta)
+                if delta.finish_reason is not None:
+                    self.abort(session.id)
+                    break
         return deltas
 
 

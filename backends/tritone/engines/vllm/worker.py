@@ -86,7 +86,7 @@ class TappedRunner:
 def tapped(worker: type[Any]) -> type[Any]:
     """A worker class of vLLM's whose runner is tapped as `additional_config` says."""
 
-    class TappedWorker(worker):  # type: ignore[misc]
+    class TappedWorker(worker):
         def init_device(self) -> None:
             ours = self.vllm_config.additional_config[CONFIG]
             importlib.import_module(ours["model"]).register()

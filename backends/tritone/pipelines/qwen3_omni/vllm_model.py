@@ -52,6 +52,7 @@ PARTS = (
         "Qwen3MoeAttention",
         mentions=("self.rotary_emb(positions, q, k)",),
     ),
+    Part("vllm.compilation.decorators", "support_torch_compile", parameters=("dynamic_arg_dims",)),
     Part("vllm.model_executor.models.utils", "StageMissingLayer"),
     Part("vllm.model_executor.models.utils", "no_init_weights"),
     Part("vllm.model_executor.models.utils", "WeightsMapper", ("orig_to_new_prefix",)),
@@ -166,7 +167,7 @@ def _telling(quiet: Any) -> Any:
             "deepstack_input_embeds": 0,
         }
     )
-    class TellingModel(quiet):  # type: ignore[misc]
+    class TellingModel(quiet):
         def forward(
             self,
             input_ids: Tensor | None,

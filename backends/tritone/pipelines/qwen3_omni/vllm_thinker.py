@@ -17,7 +17,7 @@ import numpy as np
 
 from tritone.engines.base import Delta, Placement
 from tritone.engines.torch_setup import prepared_torch
-from tritone.engines.vllm.engine_args import ModelOnVllm, start
+from tritone.engines.vllm.engine_args import ModelOnVllm, prepare, start
 from tritone.engines.vllm.request import POSITION_UNIT, RunnerRequest, TappedRows
 from tritone.engines.vllm.text_engine import VllmTextEngine
 from tritone.pipelines.qwen3_omni.config import OmniConfig
@@ -46,6 +46,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
 
     def __init__(self, placement: Placement, options: VllmThinkerOptions) -> None:
         super().__init__(options)
+        device = prepare(placement.device, options.engine_args)
         torch = prepared_torch(placement)
         from tritone.pipelines.qwen3_omni.processor import load_processor
 
@@ -66,7 +67,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
         self._draw_with(
             start(
                 placement.checkpoint,
-                placement.device,
+                device,
                 options,
                 options.prefix_cache,
                 options.engine_args,
@@ -75,7 +76,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
         )
         tokenizer = ChatTokenizer(placement.checkpoint, processor.tokenizer.backend_tokenizer)
         weights, dtype = Weights(placement.checkpoint), getattr(torch, options.dtype)
-        towers = Towers(config.thinker, weights, placement.device, dtype)
+        towers = Towers(config.thinker, weights, device, dtype)
         reader = PromptReader(config, tokenizer, processor, towers, options.max_context_tokens)
         self._think_with(options, config, tokenizer, reader)
         self._greet(GREETING)
