@@ -1,6 +1,7 @@
 # make demo          install, build the weights, serve, ask, hear the answer in reply.wav
 # make serve         the same server, until Ctrl-C
 # make test          everything that must pass
+# make test-vllm     of that, what needs vLLM, in an environment of its own
 # make perf          perf_analyzer against a pipeline: client/bench/perf_analyzer/
 # make soak          load and faults for a quarter of an hour: tests/soak/soak.py
 # make plans         Code2Wav of qwen3_omni as an ONNX file; ARGS="--checkpoint DIR --tensorrt": build/plans.py
@@ -8,6 +9,7 @@
 # make setup weights prometheus lint format clean
 #
 # PYTHON, VENV           the interpreter to use, and where to install
+# VLLM_VENV              where to install vLLM, which wants another numpy than Triton's stub
 # TORCH_INDEX            an index to install torch and torchvision from, where the usual one gives CUDA builds
 # PIPELINE               for demo, serve and perf
 # URL                    for perf: the gRPC address of a server that runs, instead of one of its own
@@ -18,6 +20,7 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PIPELINE ?= smoltalk
 OUT ?= reply.wav
 PROMPT ?=
@@ -33,9 +36,12 @@ SERVE_READY := $(VENV)/.installed-serve
 TEST_READY := $(VENV)/.installed-test
 PLANS_READY := $(VENV)/.installed-plans
 TENSORRT_READY := $(VENV)/.installed-tensorrt
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_INSTALL := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
+VLLM_READY := $(VLLM_VENV)/.installed
 SOURCES := backends client tests build
 
-.PHONY: demo serve test perf soak plans test-plans setup weights prometheus lint format clean
+.PHONY: demo serve test test-vllm perf soak plans test-plans setup weights prometheus lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(SERVE_READY) weights
@@ -47,6 +53,11 @@ serve: $(SERVE_READY) weights
 
 test: $(TEST_READY) weights lint prometheus
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(MAKE) test-vllm ARGS=
+
+test-vllm: $(TEST_READY) $(VLLM_READY) weights
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
+	TRITONE_VLLM_PYTHON=$(abspath $(VLLM_BIN)/python) $(BIN)/python -m pytest tests/server/test_vllm.py $(ARGS)
 
 perf: $(SERVE_READY) weights
 	@$(BIN)/python build/perf.py --pipeline '$(PIPELINE)' --url '$(URL)' $(ARGS)
@@ -79,7 +90,7 @@ format: $(TEST_READY)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 on this machine; install one or give PYTHON=..." >&2; exit 1; }
@@ -101,4 +112,12 @@ $(PLANS_READY): pyproject.toml requirements.lock | $(SERVE_READY)
 
 $(TENSORRT_READY): pyproject.toml requirements.lock | $(TEST_READY)
 	$(INSTALL) -e '.[tensorrt]'
+	@touch $@
+
+$(VLLM_READY): pyproject.toml requirements-vllm.lock
+	@echo 'installing vLLM into $(VLLM_VENV), once; two minutes'
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_INSTALL) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') -c requirements-vllm.lock torch
+	$(VLLM_INSTALL) --no-deps -r requirements-vllm.lock
+	$(VLLM_INSTALL) --no-deps -e .
 	@touch $@

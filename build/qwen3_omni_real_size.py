@@ -77,6 +77,7 @@ SIZES = {  # laid over the configuration of the tiny checkpoint
             "num_heads": 16,
             "out_hidden_size": 2048,
             "num_position_embeddings": 2304,
+            "image_size": 768,
             "deepstack_visual_indexes": [8, 16, 24],
         },
         "text_config": {

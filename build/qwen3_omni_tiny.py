@@ -8,11 +8,12 @@
 
     python build/qwen3_omni_tiny.py             into the cache, where `tritone serve qwen3_omni` looks
     python build/qwen3_omni_tiny.py --out DIR   somewhere else
+    python build/qwen3_omni_tiny.py --wide      one that vLLM runs on a CPU as well, beside the other
 
 The weights are the same bits on every machine. The parity check asks the reference implementation a list of
 questions (qwen3_omni_reference.py) and refuses a checkpoint whose choices are too close to call, so that
 "the same tokens and codes" is a fair demand. A second run is instant; two at once are safe; one that is
-interrupted leaves nothing behind.
+interrupted leaves nothing behind. The wide one is not asked: its tests compare engines with each other.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from tritone.errors import ConfigError
 from tritone.pipelines.qwen3_omni.processor import import_transformers
 
 PIPELINE = "qwen3_omni"
+WIDE = "qwen3_omni_wide"  # its name in the cache
 SEED = 7  # chosen with the two gains below and the questions of the parity check, so that it passes
 SHARD_BYTES = 1_500_000
 MARK = "README.md"
@@ -90,7 +92,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: the cache of this machine")
-    target = parser.parse_args(argv).out or checkpoint_dir(PIPELINE)
+    parser.add_argument("--wide", action="store_true", help="heads and layers as vLLM wants them on a CPU")
+    arguments = parser.parse_args(argv)
+    target = arguments.out or checkpoint_dir(WIDE if arguments.wide else PIPELINE)
     if is_complete(target):
         say(f"complete in {target}")
         return 0
@@ -104,8 +108,9 @@ def main(argv: list[str] | None = None) -> int:
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
             folder = Path(scratch) / target.name
-            build(folder)
-            check_parity(folder)
+            build(folder, arguments.wide)
+            if not arguments.wide:
+                check_parity(folder)
             if target.exists():
                 target.rename(Path(scratch) / "before")
             folder.rename(target)
@@ -125,7 +130,7 @@ def is_ours(target: Path) -> bool:
     return mark.is_file() and mark.read_text("utf-8").startswith(TITLE)
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, wide: bool = False) -> None:
     """Fill the new folder `folder`, which may be anywhere; nothing is checked."""
     try:
         import_transformers()
@@ -134,7 +139,7 @@ def build(folder: Path) -> None:
     folder.mkdir(parents=True)
     write_tokenizer(folder, *byte_pairs(), SPECIAL_TOKENS, CONTEXT_TOKENS)
     write_processor(folder, max_pixels=128 * 128)
-    write_network(folder)
+    write_network(folder, wide)
     (folder / MARK).write_text(readme(), "utf-8")
     for path in folder.iterdir():
         path.chmod(0o644)  # whoever serves may be another user
@@ -173,8 +178,12 @@ def token_ids() -> dict[str, int]:
     return vocabulary | {token: len(vocabulary) + place for place, token in enumerate(SPECIAL_TOKENS)}
 
 
-def model_config(ids: dict[str, int]) -> dict[str, Any]:
-    """config.json, as a released checkpoint writes it; ids: of the tokenizer's tokens."""
+def model_config(ids: dict[str, int], wide: bool = False) -> dict[str, Any]:
+    """config.json, as a released checkpoint writes it; ids: of the tokenizer's tokens.
+
+    wide: heads of the least size that vLLM's attention takes on a CPU, and `accept_hidden_layer` past the
+    layers to which pictures add (DeepStack), as in a released one.
+    """
     marks = {
         "audio_token_id": ids["<|audio_pad|>"],
         "image_token_id": ids["<|image_pad|>"],
@@ -184,16 +193,6 @@ def model_config(ids: dict[str, int]) -> dict[str, Any]:
         "audio_start_token_id": ids["<|audio_start|>"],
         "audio_end_token_id": ids["<|audio_end|>"],
         "position_id_per_seconds": 13,
-    }
-    rope = {
-        "rope_theta": 1_000_000,
-        "rope_scaling": {
-            "rope_type": "default",
-            "type": "default",
-            "mrope_section": [4, 2, 2],  # sums to half of head_dim
-            "mrope_interleaved": True,
-            "interleaved": True,
-        },
     }
     attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -225,10 +224,11 @@ def model_config(ids: dict[str, int]) -> dict[str, Any]:
                 "tie_word_embeddings": False,
                 **attention,
                 **experts,
-                **rope,
+                **(rope([8, 4, 4]) | {"head_dim": 32} if wide else rope([4, 2, 2])),
             },
         },
-        "talker_config": talker_config(attention, experts, rope, marks),
+        "talker_config": talker_config(attention, experts, rope([4, 2, 2]), marks)
+        | {"accept_hidden_layer": 3 if wide else 2},
         "code2wav_config": {
             "model_type": "qwen3_omni_moe_code2wav",
             "codebook_size": CODEBOOK,
@@ -247,6 +247,20 @@ def model_config(ids: dict[str, int]) -> dict[str, Any]:
             "layer_scale_initial_scale": 0.01,
             "rms_norm_eps": 1e-5,
             "rope_theta": 10_000,
+        },
+    }
+
+
+def rope(mrope_section: list[int]) -> dict[str, Any]:
+    """mrope_section: pairs that time, height and width turn; they add up to half of head_dim."""
+    return {
+        "rope_theta": 1_000_000,
+        "rope_scaling": {
+            "rope_type": "default",
+            "type": "default",
+            "mrope_section": mrope_section,
+            "mrope_interleaved": True,
+            "interleaved": True,
         },
     }
 
@@ -281,6 +295,8 @@ def vision_config() -> dict[str, Any]:
         "temporal_patch_size": 2,
         "out_hidden_size": THINKER_HIDDEN,
         "num_position_embeddings": 256,
+        "image_size": 256,  # patch_size times the square root of the number before
+        "apply_vit_abs_pos_embed": True,
         "deepstack_visual_indexes": [0, 1],
     }
 
@@ -293,7 +309,6 @@ def talker_config(
         "model_type": "qwen3_omni_moe_talker",
         "num_code_groups": CODE_GROUPS,
         "thinker_hidden_size": THINKER_HIDDEN,
-        "accept_hidden_layer": 2,
         "spatial_merge_size": 2,
         "codec_pad_id": special,
         "codec_bos_id": special + 1,
@@ -330,7 +345,7 @@ def talker_config(
     }
 
 
-def write_network(folder: Path) -> None:
+def write_network(folder: Path, wide: bool) -> None:
     """config.json, generation_config.json and the sharded weights."""
     import torch
 
@@ -338,7 +353,7 @@ def write_network(folder: Path) -> None:
     transformers.logging.set_verbosity_error()  # it warns of keys that its own classes need
     transformers.logging.disable_progress_bar()
     ids = token_ids()
-    config = model_config(ids)
+    config = model_config(ids, wide)
     reference = transformers.Qwen3OmniMoeForConditionalGeneration
     model = reference(transformers.Qwen3OmniMoeConfig(**config)).float().eval()
     with torch.no_grad():

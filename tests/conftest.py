@@ -10,6 +10,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+# These run where vLLM is: `make test-vllm`.
+collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+
+
 class _TorchvisionFirst:
     """Imports torchvision before transformers does, the way that also works beside a CPU build of torch."""
 

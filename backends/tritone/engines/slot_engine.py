@@ -18,9 +18,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from tritone.engines.base import PREFILL, QUEUED, Delta, Engine
+from tritone.engines.base import PREFILL, QUEUED, Delta
+from tritone.engines.session_engine import SessionEngine
 from tritone.engines.slots import Slot, Slots
-from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
+from tritone.errors import ConfigError
 from tritone.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -100,8 +101,8 @@ class SlotSession:
 S = TypeVar("S", bound=SlotSession)
 
 
-class SlotEngine(Engine, Generic[S]):
-    """Sessions, their queue and their slots. `_decoder` runs the rows."""
+class SlotEngine(SessionEngine[S], Generic[S]):
+    """The sessions' queue and their slots. `_decoder` runs the rows."""
 
     _reads_in_turn: ClassVar[bool] = True  # one prompt after the other
 
@@ -111,17 +112,14 @@ class SlotEngine(Engine, Generic[S]):
 
         from tritone.networks.decoder import Span
 
+        super().__init__(options)
         self._inference_mode = torch.inference_mode
         self._join = torch.cat
         self._span = Span
-        self._slot_options = options
         self._decoder = decoder
         self._slots = Slots(options.max_slots, reuse=reuse)
-        self._sessions: dict[str, S] = {}
         self._waiting: deque[S] = deque()  # could start, but there is no slot yet
         self._running: dict[str, S] = {}  # with a slot, in the order they got it
-        self._refused: list[Delta] = []  # errors found outside `step`, to be told by the next one
-        self._counts = {"prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0, "steps": 0}
 
     # -- the interface --------------------------------------------------------------------------------------
 
@@ -193,32 +191,11 @@ class SlotEngine(Engine, Generic[S]):
     def _joined(self, parts: list[Tensor]) -> Tensor:
         return parts[0] if len(parts) == 1 else self._join(parts)
 
-    def _check_room(self, session: str) -> None:
-        """Unavailable when no more sessions are taken, InvalidRequest when this one is open already."""
-        options = self._slot_options
-        capacity = options.max_slots + options.max_waiting
-        if len(self._sessions) >= capacity:
-            limits = f"max_slots {options.max_slots} and max_waiting {options.max_waiting}"
-            raise Unavailable(f"{capacity} sessions are open, as many as {limits} allow", "try again later")
-        if session in self._sessions:
-            raise InvalidRequest(f"session '{session}' is open already", "use another id")
-
     def _queue(self, session: S) -> None:
         """Let a session that has rows wait for a slot."""
         session.ready_s = time.monotonic()
         self.note_phase(session.id, QUEUED)
         self._waiting.append(session)
-
-    def _refuse(self, session: str, error: TritoneError) -> None:
-        """End a session outside `step`."""
-        self.abort(session)
-        self._refused.append(Delta(session, error=error))
-
-    def _run_out(self) -> None:
-        """Step until nothing is left of a warm-up, which then counts for nothing."""
-        while self.has_work:
-            self.step()
-        self._counts = dict.fromkeys(self._counts, 0)
 
     def _may_begin(self) -> bool:
         """Whether one more prompt is to be read now."""

@@ -13,7 +13,8 @@ from tritone.checkpoint import read_config
 from tritone.engines.base import Placement, Values
 from tritone.engines.chat import Conversation
 from tritone.engines.slot_engine import SlotOptions
-from tritone.engines.text_engine import TextEngine, TextSession
+from tritone.engines.text_engine import TextEngine
+from tritone.engines.text_writer import TextSession
 from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import InvalidRequest, TritoneError
 

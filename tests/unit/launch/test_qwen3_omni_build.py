@@ -185,7 +185,7 @@ class TestMain:
         """Folders built by a stand-in, which is quick."""
         seen: list[Path] = []
 
-        def build(folder: Path) -> None:
+        def build(folder: Path, wide: bool) -> None:
             folder.mkdir()
             (folder / script.MARK).write_text(script.readme())
             seen.append(folder)

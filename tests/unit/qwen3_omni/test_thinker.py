@@ -10,7 +10,7 @@ import pytest
 from qwen3_omni_oracle import CASES
 
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
-from tritone.pipelines.qwen3_omni import thinker as module
+from tritone.pipelines.qwen3_omni import thinking as module
 from tritone.pipelines.qwen3_omni.thinker import Thinker
 
 from .conftest import PATIENCE_S, Answer, Answers, ask, picture, recording, run, user

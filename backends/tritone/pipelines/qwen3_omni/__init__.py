@@ -107,7 +107,10 @@ PIPELINE = Pipeline(
         Stage(
             "thinker",
             Execution.LLM_AR,
-            {"torch": "tritone.pipelines.qwen3_omni.thinker:Thinker"},
+            {
+                "torch": "tritone.pipelines.qwen3_omni.thinker:Thinker",
+                "vllm": "tritone.pipelines.qwen3_omni.vllm_thinker:VllmThinker",
+            },
             inputs=(MESSAGES, IMAGES, AUDIO_FILES, VIDEOS, SAMPLES, SAMPLES_RATE),
             outputs=(TEXT, NUM_TOKENS, PROMPT_IDS, PROMPT_POSITIONS, MEDIA_ROWS, TOKEN_IDS),
             sampling=Sampling(temperature=0.0, max_tokens=1024),

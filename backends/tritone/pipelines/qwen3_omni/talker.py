@@ -28,7 +28,7 @@ from msgspec import Meta
 
 from tritone.engines.base import DECODE, Delta, Placement, Values
 from tritone.engines.slot_engine import SlotEngine, SlotOptions, SlotSession
-from tritone.engines.text_engine import sampling_of
+from tritone.engines.text_writer import sampling_of
 from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import InvalidRequest, TritoneError
 from tritone.pipelines.qwen3_omni import check_speaker

@@ -1,0 +1,168 @@
+"""The part of an autoregressive engine on vLLM that schedules, runs and draws; text is told as by any other.
+
+session ─► LLMEngine.add_request ─► [vLLM: waits, prompt in chunks, a token a step] ─► TextWriter ─► deltas
+                                        └─ hidden states of wanted rows ─► session
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from tritone.engines.base import PREFILL, QUEUED, Delta
+from tritone.engines.text_writer import TextSession, TextWriter
+from tritone.engines.vllm.request import EXTRA, RunnerRequest, TappedRows
+from tritone.errors import InvalidRequest, TritoneError
+from tritone.sampling import Sampling
+
+T = TypeVar("T", bound=TextSession)
+
+
+class VllmTextEngine(TextWriter[T], Generic[T]):
+    """Sessions whose tokens vLLM draws. `_llm` is its LLMEngine."""
+
+    def _draw_with(self, llm: Any) -> None:
+        """To be called once, before the first session."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        self._llm, self._params, self._delta_kind = llm, SamplingParams, RequestOutputKind.DELTA
+        self._scheduler = llm.engine_core.engine_core.scheduler
+
+    # -- the interface --------------------------------------------------------------------------------------
+
+    def step(self) -> list[Delta]:
+        deltas, self._refused = self._refused, []
+        if not self._llm.has_unfinished_requests():
+            return deltas
+        outputs = self._llm.step()
+        self._counts["steps"] += 1
+        return [*deltas, *self._take_begun(), *self._take_drawn(outputs)]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._refused) or bool(self._llm.has_unfinished_requests())
+
+    def abort(self, session: str) -> None:
+        self._refused = [delta for delta in self._refused if delta.session != session]
+        if self._sessions.pop(session, None) is not None:
+            self._llm.abort_request([session])
+
+    def stats(self) -> dict[str, int | float]:
+        scheduler = self._scheduler
+        running = len(scheduler.running)
+        return {
+            "active": len(self._sessions),
+            "running": running,
+            "waiting": len(self._sessions) - running,
+            "slots": self._slot_options.max_slots,
+            "kv_tokens": (scheduler.blocks - scheduler.free_blocks) * scheduler.cache_config.block_size,
+            "kv_capacity_tokens": scheduler.blocks * scheduler.cache_config.block_size,
+            **self._counts,
+        }
+
+    def close(self) -> None:
+        """Let go of vLLM's workers and their memory."""
+        self._llm.engine_core.shutdown()
+
+    def check_integrity(self) -> None:
+        """AssertionError unless sessions and vLLM's requests agree, and nobody holds blocks of the cache."""
+        assert not self._scheduler.begun and not self._scheduler.tapped
+        if not self._sessions:
+            assert not self._llm.has_unfinished_requests()
+            assert self._scheduler.free_blocks == self._scheduler.blocks
+
+    # -- for subclasses -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _prompt_input(self, session: T) -> Mapping[str, Any]:
+        """What vLLM takes for the prompt of a session; see media.py."""
+
+    @abstractmethod
+    def _runner_request(self, session: T) -> RunnerRequest:
+        """What goes along to the runner."""
+
+    @abstractmethod
+    def _take_rows(self, session: T, tapped: TappedRows) -> None:
+        """Hidden states of wanted rows; rows come again when vLLM has to compute a prompt anew."""
+
+    def _begun(self, session: T) -> list[Delta]:
+        """What there is to say when a session gets its turn."""
+        return []
+
+    def _queue(self, session: T) -> None:
+        """Hand a session that has its prompt to vLLM. InvalidRequest if vLLM does not take it."""
+        ours = self._runner_request(session)
+        sampling = session.sampling
+        most = min(sampling.max_tokens, self._slot_options.max_context_tokens - session.prompt_tokens)
+        params = self._params(
+            **_given(sampling),
+            max_tokens=most,
+            min_tokens=min(sampling.min_tokens, most),
+            ignore_eos=True,  # which ids end an answer is said by the next line alone
+            stop_token_ids=[] if sampling.ignore_eos else sorted(self._eos_ids),
+            detokenize=False,
+            output_kind=self._delta_kind,
+            skip_reading_prefix_cache=len(ours.wanted) > 0,  # rows that are not computed cannot be tapped
+            extra_args={EXTRA: ours},
+        )
+        session.ready_s = time.monotonic()
+        self.note_phase(session.id, QUEUED)
+        try:
+            self._llm.add_request(session.id, self._prompt_input(session), params)
+        except ValueError as fault:
+            raise InvalidRequest(f"vLLM does not take the request: {fault}", "change its settings") from None
+
+    # -- inside a step --------------------------------------------------------------------------------------
+
+    def _take_begun(self) -> list[Delta]:
+        """Note the sessions whose prompt vLLM has begun to read."""
+        begun, self._scheduler.begun = self._scheduler.begun, []
+        deltas: list[Delta] = []
+        for name, cached_tokens in begun:
+            session = self._sessions.get(name)
+            if session is not None:
+                session.started_s = time.monotonic()
+                session.cached_tokens = cached_tokens
+                self.note_phase(name, PREFILL)
+                self._counts["prompt_tokens"] += session.prompt_tokens
+                self._counts["cached_tokens"] += cached_tokens
+                deltas += self._begun(session)
+        return deltas
+
+    def _take_drawn(self, outputs: list[Any]) -> list[Delta]:
+        """Tell the text of the tokens that came with a step, and the rows that came with them."""
+        tapped, self._scheduler.tapped = self._scheduler.tapped, []
+        for rows in tapped:
+            session = self._sessions.get(rows.session)
+            if session is not None:
+                self._take_rows(session, rows)
+        deltas: list[Delta] = []
+        for output in outputs:
+            session = self._sessions.get(output.request_id)
+            if session is not None:
+                deltas += self._told_all(session, output.outputs[0].token_ids)
+            if output.finished and self._sessions.pop(output.request_id, None) is not None:
+                reason = output.outputs[0].finish_reason
+                fault = TritoneError(f"vLLM gave the request up ({reason})", "see the server log")
+                deltas.append(Delta(output.request_id, error=fault))
+        return deltas
+
+    def _told_all(self, session: T, tokens: Sequence[int]) -> list[Delta]:
+        """What there is to say of tokens; none after the one that ends the answer."""
+        deltas: list[Delta] = []
+        for token in tokens:
+            delta = self._told(session, token)
+            if delta is not None:
+                deltas.append(delta)
+                if delta.finish_reason is not None:
+                    self.abort(session.id)
+                    break
+        return deltas
+
+
+def _given(sampling: Sampling) -> dict[str, Any]:
+    """The settings that mean the same to vLLM."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+    return {name: getattr(sampling, name) for name in names}

@@ -1,0 +1,98 @@
+"""vLLM's worker with a tap: the hidden states of chosen rows leave with the tokens of the same step.
+
+    RunnerRequest ─► positions of its rows ─► forward pass ─► token ids ────────────┐
+       └─ wanted rows ──────────────────────────┴─ layers' hidden states ─► rows ───┴─► ModelRunnerOutput
+
+`worker_cls` is a setting of vLLM's; the runner, version 1, is mixed into. Hidden states come through the
+interface for EAGLE-3, so that CUDA graphs and `torch.compile` keep them. contract.py names what is touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from tritone.engines.vllm.request import POSITION_UNIT, TappedRows, of_sampling
+
+CONFIG = (
+    "tritone"  # our key in vLLM's `additional_config`: {"model": a module that registers it, "layer": int}
+)
+ROWS = "tritone_rows"  # attribute of a ModelRunnerOutput
+
+
+class TappedRunner:
+    """Mixed into a model runner of vLLM's."""
+
+    def tap(self: Any, layer: int) -> None:
+        """Before the model is loaded. layer: whose input is wanted; 0 are the embeddings."""
+        self._tapped_layer = layer
+        self.use_aux_hidden_state_outputs = True
+
+    def _setup_eagle3_aux_hidden_state_outputs(self: Any) -> None:
+        self.get_model().set_aux_hidden_state_layers((self._tapped_layer,))
+
+    def _init_mrope_positions(self: Any, req_state: Any) -> None:
+        """Every request brings its own: releases before 0.32 miscount them, and none knows fractions."""
+        ours = of_sampling(req_state.sampling_params)
+        req_state.mrope_position_delta = 0 if ours is None else ours.shift
+        if ours is not None and ours.positions is not None:
+            req_state.mrope_positions = torch.from_numpy(ours.positions)
+        else:
+            places = torch.arange(len(req_state.prompt_token_ids)) * POSITION_UNIT
+            req_state.mrope_positions = places.expand(3, -1)
+
+    def _calc_mrope_positions(self: Any, scheduler_output: Any) -> None:
+        """The rows of this step, in the units of `RunnerRequest`."""
+        table, filled = self.mrope_positions.np, 0
+        for index, request_id in enumerate(self.input_batch.req_ids):
+            request = self.requests[request_id]
+            start = int(self.input_batch.num_computed_tokens_cpu[index])
+            end = start + scheduler_output.num_scheduled_tokens[request_id]
+            known = request.mrope_positions.numpy()[:, start:end]
+            later = np.arange(max(start, len(request.prompt_token_ids)), end) * POSITION_UNIT
+            middle, filled_now = filled + known.shape[1], filled + end - start
+            table[:, filled:middle] = known
+            table[:, middle:filled_now] = later + request.mrope_position_delta
+            filled = filled_now
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        state = self.execute_model_state
+        rows = [] if state is None else self._tapped(state)
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if rows:
+            setattr(output, ROWS, rows)
+        return output
+
+    def _tapped(self: Any, state: Any) -> list[TappedRows]:
+        """The wanted rows among those that have just been computed."""
+        found, first = [], 0
+        for index, request_id in enumerate(self.input_batch.req_ids):
+            count = state.scheduler_output.num_scheduled_tokens[request_id]
+            ours = of_sampling(self.requests[request_id].sampling_params)
+            if ours is not None and len(ours.wanted):
+                start = int(self.input_batch.num_computed_tokens_cpu[index])
+                low, high = np.searchsorted(ours.wanted, (start, start + count))
+                if high > low:
+                    hidden = state.aux_hidden_states[0]
+                    places = torch.from_numpy(ours.wanted[low:high] - start + first).to(hidden.device)
+                    found.append(TappedRows(ours.session, int(low), hidden[places].float().cpu().numpy()))
+            first += count
+        return found
+
+
+def tapped(worker: type[Any]) -> type[Any]:
+    """A worker class of vLLM's whose runner is tapped as `additional_config` says."""
+
+    class TappedWorker(worker):
+        def init_device(self) -> None:
+            ours = self.vllm_config.additional_config[CONFIG]
+            importlib.import_module(ours["model"]).register()
+            super().init_device()
+            runner = type(self.model_runner)
+            self.model_runner.__class__ = type(f"Tapped{runner.__name__}", (TappedRunner, runner), {})
+            self.model_runner.tap(ours["layer"])
+
+    return TappedWorker

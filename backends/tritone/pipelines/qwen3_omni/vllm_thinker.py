@@ -1,0 +1,150 @@
+"""Qwen3-Omni's Thinker on vLLM: paged KV cache, prefix caching, tensor parallelism, quantised checkpoints.
+
+    Prompt ─► tokens, rows of media, positions ─► LLMEngine ─► tokens ─► text, talker
+                                                     └─ layer `accept_hidden_layer` at media tokens ─► talker
+
+The prompt, its towers and its positions are the torch Thinker's own, so that both read a request alike: see
+thinking.py. vLLM runs in a Python of its own (`python:` of the stage): README, Thinker on vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tritone.engines.base import Delta, Placement
+from tritone.engines.torch_setup import prepared_torch
+from tritone.engines.vllm.engine_args import ModelOnVllm, prepare, start
+from tritone.engines.vllm.request import POSITION_UNIT, RunnerRequest, TappedRows
+from tritone.engines.vllm.text_engine import VllmTextEngine
+from tritone.pipelines.qwen3_omni.config import OmniConfig
+from tritone.pipelines.qwen3_omni.thinking import GREETING, ThinkerOptions, ThinkerSession, Thinking
+from tritone.ports import Array
+
+if TYPE_CHECKING:
+    from tritone.pipelines.qwen3_omni.prompt import MediaRows
+
+MODEL = "tritone.pipelines.qwen3_omni.vllm_model"
+NOTHING = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class VllmThinkerOptions(ThinkerOptions):
+    """Those of the torch Thinker, and vLLM's."""
+
+    prefill_chunk_tokens: int = 2048
+    engine_args: dict[str, Any] = field(default_factory=dict)  # to vLLM's EngineArgs, unchanged
+
+
+class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
+    """Ports and settings: those of `Thinking`."""
+
+    Options = VllmThinkerOptions
+
+    def __init__(self, placement: Placement, options: VllmThinkerOptions) -> None:
+        super().__init__(options)
+        device = prepare(placement.device, options.engine_args)
+        torch = prepared_torch(placement)
+        from tritone.pipelines.qwen3_omni.processor import load_processor
+
+        processor = load_processor(placement.checkpoint)
+        from tritone.engines.text import ChatTokenizer
+        from tritone.networks.decoder import DecoderConfig
+        from tritone.networks.weights import Weights
+        from tritone.pipelines.qwen3_omni.prompt import PromptReader
+        from tritone.pipelines.qwen3_omni.towers import Towers
+
+        self._torch = torch
+        config = OmniConfig.read(placement.checkpoint)
+        shape = DecoderConfig.from_hf(config.thinker["text_config"], family="qwen3_moe")
+        options.check_context(shape.max_positions)
+        model = ModelOnVllm(
+            MODEL, config.accept_hidden_layer, shape.num_kv_heads, shape.num_layers, shape.head_dim
+        )
+        self._draw_with(
+            start(
+                placement.checkpoint,
+                device,
+                options,
+                options.prefix_cache,
+                options.engine_args,
+                model,
+            )
+        )
+        tokenizer = ChatTokenizer(placement.checkpoint, processor.tokenizer.backend_tokenizer)
+        weights, dtype = Weights(placement.checkpoint), getattr(torch, options.dtype)
+        towers = Towers(config.thinker, weights, device, dtype)
+        reader = PromptReader(config, tokenizer, processor, towers, options.max_context_tokens)
+        self._think_with(options, config, tokenizer, reader)
+        self._greet(GREETING)
+
+    # -- the interface --------------------------------------------------------------------------------------
+
+    def step(self) -> list[Delta]:
+        self._take_read_prompts()
+        return super().step()
+
+    @property
+    def has_work(self) -> bool:
+        return not self._read_prompts.empty() or super().has_work
+
+    def abort(self, session: str) -> None:
+        self._stop_reading(session)
+        super().abort(session)
+
+    def stats(self) -> dict[str, int | float]:
+        return {**super().stats(), "reading_media": self._reading}
+
+    # -- what vLLM is given ---------------------------------------------------------------------------------
+
+    def _prompt_input(self, session: ThinkerSession) -> Mapping[str, Any]:
+        from tritone.engines.vllm.media import prompt_input
+
+        media = self._prompt_of(session).media
+        if media is None:
+            return prompt_input(session.tokens, session.keys)
+        tokens = np.asarray(session.tokens)
+        tokens[media.index] = self._config.tokens.image  # vLLM is told of one kind of media
+        return prompt_input(tokens.tolist(), session.keys, self._pieces(media))
+
+    def _pieces(self, media: MediaRows) -> list[tuple[int, Any]]:
+        """Rows that follow each other; beside what is seen stands what is added behind the first layers."""
+        from tritone.engines.vllm.media import pieces
+
+        seen = np.isin(media.index, media.visual_index)
+        order = np.cumsum(seen) - 1  # of a row that is seen, its place in `layers`
+        found = []
+        for first, end in pieces(media.index, np.diff(seen, prepend=seen[:1])):
+            rows = media.values[first:end]
+            if seen[first]:
+                span = slice(int(order[first]), int(order[end - 1]) + 1)
+                rows = self._torch.cat([rows, *(layer[span] for layer in media.layers)], dim=1)
+            found.append((int(media.index[first]), rows))
+        return found
+
+    def _runner_request(self, session: ThinkerSession) -> RunnerRequest:
+        prompt = self._prompt_of(session)
+        wanted = prompt.media.index if prompt.media is not None and session.speaks else NOTHING
+        if prompt.positions is None:
+            return RunnerRequest(session.id, None, 0, wanted)
+        return RunnerRequest(
+            session.id,
+            _units(prompt.positions.table.numpy()),
+            round(prompt.positions.shift * POSITION_UNIT),
+            wanted,
+        )
+
+    def _take_rows(self, session: ThinkerSession, tapped: TappedRows) -> None:
+        fresh = tapped.rows[max(0, session.heard - tapped.first) :]
+        session.heard += len(fresh)
+        if len(fresh):
+            session.heard_rows.append(fresh)
+
+
+def _units(positions: Array) -> Array:
+    """Positions float32 [3, P] as int64, in the units of `RunnerRequest`."""
+    units: Array = np.rint(positions.astype(np.float64) * POSITION_UNIT).astype(np.int64)
+    return units

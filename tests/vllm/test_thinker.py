@@ -1,0 +1,173 @@
+"""The Thinker on vLLM against the torch Thinker: the same tokens, text, and rows for the talker."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from thinkers import CASES, assert_equal
+
+TEXT, MEDIA = "stops", "image_audio"
+TOGETHER = ("cut", "image_audio", "video_audio", "turns")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_is_that_of_torch(roomy, expected, name):
+    assert_equal(roomy.one(name, CASES[name]), expected[name])
+
+
+def test_all_answers_at_once_are_those_of_torch(roomy, expected):
+    for name, case in CASES.items():
+        roomy.ask(name, case)
+    for name, answer in roomy.run(*CASES).items():
+        assert_equal(answer, expected[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_how_a_prompt_is_cut_changes_nothing(tight, expected, name):
+    assert_equal(tight.one(name, CASES[name]), expected[name])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.3, "max_tokens": 40},
+        {"min_tokens": 20, "max_tokens": 24},
+        {"ignore_eos": True, "max_tokens": 40},
+        {"stop": ["e"], "max_tokens": 40},
+        {"stop": ["e"], "min_tokens": 8, "max_tokens": 40},
+        {"max_tokens": 1},
+    ],
+    ids=str,
+)
+def test_settings_mean_the_same(roomy, torch_thinker, settings):
+    for name in (TEXT, MEDIA):
+        ours = roomy.one(name, CASES[name], **settings)
+        assert_equal(ours, torch_thinker.one(name, CASES[name], **settings))
+
+
+def test_an_answer_fills_the_context_and_no_more(tight):
+    answer = tight.one("long", CASES[TEXT], ignore_eos=True, max_tokens=2000)
+    assert answer.reason == "length"
+    assert answer.usage["prompt_tokens"] + answer.usage["completion_tokens"] == 448
+
+
+# -- the cache -----------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_seen_before_is_not_computed_again(roomy, expected):
+    long = longer(CASES[TEXT])
+    first, again = roomy.one("first", long), roomy.one("again", long)
+    assert first.usage["cached_tokens"] < again.usage["cached_tokens"] < again.usage["prompt_tokens"]
+    assert_equal(again, first)
+
+
+def test_media_seen_before_are_not_computed_again_for_text(roomy, expected):
+    case = longer(CASES[MEDIA])
+    first, again = (roomy.one(name, case, speaks=False) for name in ("first", "again"))
+    assert again.usage["cached_tokens"] > first.usage["cached_tokens"]
+    assert again.text == first.text and again.handed == {}
+
+
+def test_a_talker_gets_its_rows_whatever_the_cache_holds(roomy, torch_thinker):
+    case = longer(CASES[MEDIA])
+    for _ in range(2):
+        answer = roomy.one("speaks", case)
+        assert answer.usage["cached_tokens"] == 0
+        assert_equal(answer, torch_thinker.one("speaks", case))
+
+
+def test_other_media_in_the_same_words_are_told_apart(roomy, torch_thinker):
+    case = longer(CASES[MEDIA])
+    other = dataclasses.replace(case, images=tuple(255 - image for image in case.images))
+    answers = [roomy.one("x", each, speaks=False, max_tokens=40).text for each in (case, other, case)]
+    assert answers[0] == answers[2] != answers[1]
+    assert answers[1] == torch_thinker.one("x", other, speaks=False, max_tokens=40).text
+
+
+def longer(case):
+    """The case with a prompt of more than a block."""
+    words = {"type": "text", "text": "Tell me about the sea. " * 40}
+    last = {**case.messages[-1], "content": [*case.messages[-1]["content"], words]}
+    return dataclasses.replace(case, messages=(*case.messages[:-1], last))
+
+
+# -- who leaves, and who has to make room --------------------------------------------------------------------
+
+
+def test_what_is_aborted_leaves_nothing_behind(tight, expected):
+    """Running ones in their prompt and in their answer, waiting ones, and one whose media are being read."""
+    for name in TOGETHER:
+        tight.ask(name, CASES[name])
+    for i in range(6):
+        tight.ask(f"unwanted {i}", CASES["image" if i == 5 else TEXT], ignore_eos=True, max_tokens=100)
+    tight.engine.abort("unwanted 5")
+    while tight.engine.stats()["generated_tokens"] == 0:
+        tight.turn()
+    assert tight.engine.stats()["waiting"] > 0
+    for i in range(5):
+        tight.engine.abort(f"unwanted {i}")
+    tight.engine.abort("never known")
+    for name, answer in tight.run(*TOGETHER).items():
+        assert_equal(answer, expected[name])
+    assert tight.engine.stats()["kv_tokens"] == tight.engine.stats()["active"] == 0
+
+
+def test_who_has_to_make_room_gives_the_same_answer(tight, torch_thinker, monkeypatch):
+    scheduler, preempted = tight.engine._scheduler, []
+    preempt = scheduler._preempt_request
+
+    def count(*arguments, **named):
+        preempted.append(arguments)
+        return preempt(*arguments, **named)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", count)
+    settings = {"ignore_eos": True, "max_tokens": 60}
+    for name in TOGETHER:
+        tight.ask(name, CASES[name], **settings)
+    answers = tight.run(*TOGETHER)
+    assert preempted, "the cache held all of them"
+    for name, answer in answers.items():
+        assert_equal(answer, torch_thinker.one(name, CASES[name], **settings))
+
+
+# -- chance --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.05}], ids=str)
+def test_a_seed_repeats_an_answer_whatever_else_runs(roomy, filters):
+    settings = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 30, **filters}
+    alone = roomy.one("alone", CASES[TEXT], seed=7, **settings)
+    for i, name in enumerate(TOGETHER):
+        roomy.ask(name, CASES[name], temperature=0.5 * (i % 3), seed=i)
+    roomy.ask("again", CASES[TEXT], seed=7, **settings)
+    roomy.ask("other", CASES[TEXT], seed=8, **settings)
+    answers = roomy.run(*TOGETHER, "again", "other")
+    assert answers["again"].spoken == alone.spoken != answers["other"].spoken
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["long ", "Hello "])
+def test_a_prompt_beyond_the_context_is_refused_in_the_words_of_torch(roomy, torch_thinker, words):
+    case = CASES[TEXT]
+    message = {"role": "user", "content": [{"type": "text", "text": words * 1500}]}
+    case = dataclasses.replace(case, messages=(message,))
+    said = []
+    for engine in (roomy.engine, torch_thinker.engine):
+        with pytest.raises(Exception) as refusal:
+            type(roomy)(engine).ask("long", case)
+        said.append((type(refusal.value), str(refusal.value)))
+    assert said[0] == said[1]
+    roomy.engine.check_integrity()
+
+
+def test_a_bad_setting_is_refused_in_the_words_of_torch(roomy, torch_thinker):
+    said = []
+    for engine in (roomy.engine, torch_thinker.engine):
+        with pytest.raises(Exception) as refusal:
+            type(roomy)(engine).ask("bad", CASES[TEXT], top_p=0)
+        said.append((type(refusal.value), str(refusal.value)))
+    assert said[0] == said[1]
