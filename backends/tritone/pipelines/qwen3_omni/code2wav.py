@@ -19,8 +19,10 @@ from msgspec import Meta
 
 from tritone.checkpoint import read_config
 from tritone.engines.base import BatchEngine, Chunk, Placement, Values, in_turns
+from tritone.engines.memory import Ground, LoadFormat, Term
 from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
+from tritone.pipelines.qwen3_omni.memory import code2wav_terms
 from tritone.ports import Array
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ _WARM_UP_FRAMES = (4, 4)  # a stream's first pass and a later one take different
 
 @dataclass(frozen=True)
 class Code2WavOptions:
+    load_format: LoadFormat = "auto"  # dummy: random weights in the shapes of config.json, to measure with
     max_streams: Annotated[int, Meta(ge=1)] = 64  # more are refused UNAVAILABLE
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights, states and arithmetic
 
@@ -48,7 +51,7 @@ class Code2Wav(BatchEngine):
         torch = prepared_torch(placement)
 
         from tritone.networks.waveform_decoder import Piece, WaveformConfig, WaveformDecoder
-        from tritone.networks.weights import Weights
+        from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
 
         self._torch, self._piece = torch, Piece
         folder = placement.checkpoint
@@ -57,17 +60,22 @@ class Code2Wav(BatchEngine):
             raise ConfigError(
                 f"config.json in '{folder}' has no code2wav_config", "name the folder of a model that speaks"
             )
+        dtype = getattr(torch, options.dtype)
         self._decoder = WaveformDecoder(
             WaveformConfig.from_hf(config),
-            Weights(folder),
+            open_weights(placement, options.load_format, dtype),
             prefix="code2wav.",
             device=placement.device,
-            dtype=getattr(torch, options.dtype),
+            dtype=dtype,
         )
         self._max_streams = options.max_streams
         self._streams: dict[str, WaveformState] = {}
         self._codec_frames = 0
         self._warm_up()
+
+    @classmethod
+    def memory(cls, ground: Ground, options: Code2WavOptions) -> list[Term]:
+        return code2wav_terms(ground, options)
 
     @property
     def samples_per_frame(self) -> int:

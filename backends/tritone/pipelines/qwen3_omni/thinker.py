@@ -24,12 +24,14 @@ import numpy as np
 from msgspec import Meta
 
 from tritone.engines.base import Delta, Placement, Value, Values
+from tritone.engines.memory import Ground, LoadFormat, Term
 from tritone.engines.slot_engine import SlotOptions
 from tritone.engines.text_engine import TextEngine, TextSession
 from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import InvalidRequest, TritoneError
 from tritone.pipelines.qwen3_omni.attachments import Attachments, decode
 from tritone.pipelines.qwen3_omni.config import OmniConfig
+from tritone.pipelines.qwen3_omni.memory import thinker_terms
 from tritone.ports import Array
 from tritone.vision import VideoLimits
 
@@ -44,6 +46,7 @@ log = logging.getLogger("tritone.engine")
 
 @dataclass(frozen=True)
 class ThinkerOptions(SlotOptions):
+    load_format: LoadFormat = "auto"  # dummy: random weights in the shapes of config.json, to measure with
     system_prompt: str = ""  # for conversations without a system message
     prefix_cache: bool = True  # start a prompt from what a slot remembers of one with the same beginning
     video_fps: Annotated[float, Meta(gt=0)] = 2.0  # frames that are looked at a second
@@ -87,7 +90,7 @@ class Thinker(TextEngine[_Session]):
         processor = load_processor(placement.checkpoint)
         from tritone.engines.text import ChatTokenizer
         from tritone.networks.decoder import Decoder, DecoderConfig
-        from tritone.networks.weights import Weights
+        from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.positions import positions_of
         from tritone.pipelines.qwen3_omni.prompt import PromptReader
         from tritone.pipelines.qwen3_omni.towers import Towers
@@ -96,7 +99,7 @@ class Thinker(TextEngine[_Session]):
         shape = DecoderConfig.from_hf(config.thinker["text_config"], family="qwen3_moe")
         options.check_context(shape.max_positions)
         dtype = getattr(torch, options.dtype)
-        weights = Weights(placement.checkpoint)
+        weights = open_weights(placement, options.load_format, dtype)
         decoder = Decoder(
             shape,
             weights,
@@ -118,6 +121,10 @@ class Thinker(TextEngine[_Session]):
         self._media_thread = ThreadPoolExecutor(1, "media")
         self._read_prompts: queue.SimpleQueue[tuple[_Session, Prompt | TritoneError]] = queue.SimpleQueue()
         self._greet({"messages": '[{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]'})
+
+    @classmethod
+    def memory(cls, ground: Ground, options: ThinkerOptions) -> list[Term]:
+        return thinker_terms(ground, options)
 
     # -- the interface --------------------------------------------------------------------------------------
 
