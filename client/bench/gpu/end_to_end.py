@@ -133,7 +133,13 @@ def search_goodput(run: Run) -> int:
             continue
         with run.served(side) as served:
             search = goodput_search.search(
-                served, run.workload, file, run.args.rate, run.args.probe_s, run.args.probes
+                served,
+                run.workload,
+                file,
+                run.args.rate,
+                duration_s=run.args.probe_s,
+                samples=run.args.samples,
+                most=run.args.probes,
             )
             asyncio.run(search)
     return report(run)
@@ -252,6 +258,13 @@ def _add_arguments(parser: argparse.ArgumentParser, concurrency: str) -> None:
     add("--tiny", action="store_true", help="a tiny model on a CPU")
     add("--rate", type=float, default=1.0, metavar="N", help="goodput: the first rate")
     add("--probe-s", type=float, default=30.0, metavar="S", help="goodput: a rate is tried for, at least")
+    add(
+        "--samples",
+        type=int,
+        default=goodput_search.SAMPLES,
+        metavar="N",
+        help="goodput: and so many requests",
+    )
     add("--probes", type=int, default=4, metavar="N", help="goodput: rates to try in this command")
     add("--duration-s", type=float, default=540.0, metavar="S", help="endurance: how long")
     add("--abort-share", type=float, default=0.2, metavar="X", help="endurance: of callers who leave")

@@ -96,7 +96,12 @@ class TestPeer:
         # A second time nothing is measured, only shown.
         assert end_to_end.main(["levels", *words, "--concurrency", "1,2"]) == 0
         assert "is ready" not in capsys.readouterr().out
-        assert end_to_end.main(["goodput", *words, "--rate", "50", "--probe-s", "1", "--probes", "1"]) == 0
+        assert (
+            end_to_end.main(
+                ["goodput", *words, "--rate", "50", "--probe-s", "0.2", "--samples", "4", "--probes", "1"]
+            )
+            == 0
+        )
         assert "peer 50.000 requests/s" in capsys.readouterr().out
         short = ["--concurrency", "2", "--duration-s", "1", "--abort-share", "0.5"]
         assert end_to_end.main(["endurance", *words, *short]) == 0

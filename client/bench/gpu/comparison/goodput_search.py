@@ -81,16 +81,26 @@ def goodput(probes: Sequence[Probe]) -> float:
 
 
 async def search(
-    served: Served, workload: Workload, file: Path, first: float, duration_s: float, most: int
+    served: Served,
+    workload: Workload,
+    file: Path,
+    first: float,
+    *,
+    duration_s: float,
+    samples: int = SAMPLES,
+    most: int,
 ) -> list[Probe]:
-    """Go on with the probes in `file`, `most` more of them at most. duration_s: of a probe, at least."""
+    """Go on with the probes in `file`, `most` more of them at most.
+
+    A probe lasts `duration_s`, or longer until `samples` requests are due; first: the rate to begin with.
+    """
     probes = read(file)
     async with served.client() as client:
         for _ in range(most):
             rate = next_rate(probes, first)
             if rate is None:
                 break
-            lasts_s = min(LONGEST_S, max(duration_s, SAMPLES / rate))
+            lasts_s = min(LONGEST_S, max(duration_s, samples / rate))
             load = Load(request_rate_per_s=rate, arrival="poisson")
             run = await run_level(client, load, workload.requests(None), duration_s=lasts_s)
             probes.append(Probe.of(rate, summarize(load, 0, run)))
