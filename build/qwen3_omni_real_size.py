@@ -159,9 +159,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def build(folder: Path) -> None:
     vocabulary, merges = filler()
-    ids = vocabulary | {token: ORDINARY_TOKENS + place for place, token in enumerate(SPECIAL_TOKENS)}
     write_tokenizer(folder, vocabulary, merges, SPECIAL_TOKENS, CONTEXT_TOKENS)
     write_processor(folder, max_pixels=12_845_056)
+    write_config(folder, vocabulary)
+
+
+def write_config(folder: Path, vocabulary: dict[str, int] | None = None) -> None:
+    """config.json and generation_config.json. vocabulary: as `filler` gives it."""
+    ordinary = filler()[0] if vocabulary is None else vocabulary
+    ids = ordinary | {token: ORDINARY_TOKENS + place for place, token in enumerate(SPECIAL_TOKENS)}
     write_json(folder / "config.json", laid_over(tiny.model_config(ids), SIZES))
     write_json(folder / "generation_config.json", tiny.generation_config(ids))
 

@@ -21,6 +21,7 @@ class ServeOptions:
 
     targets: tuple[str, ...]  # pipelines, or folders with a deploy.yaml
     overrides: tuple[str, ...] = ()  # "key.path=value", or "<pipeline>:key.path=value"
+    profiles: tuple[str, ...] = ()  # of the deploy files: "one_h200", or "<pipeline>:one_h200"
     listen: Listen = field(default_factory=Listen)  # port 0 takes a free one
     run_folder: Path | None = None  # None: a fresh temporary one
     log: str | None = None  # "stderr" or a file; None: in the run folder

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,8 +70,8 @@ def require_checkpoint(path: Path, stage: str) -> Path:
     return path / stage
 
 
-def require_released(path: Path, pipeline: str) -> Path:
-    """`path`, with config.json and every weight file there whole.
+def require_released(path: Path, pipeline: str, with_weights: bool = True) -> Path:
+    """`path`, with config.json and, if they are wanted, every weight file there whole.
 
     Raises ConfigError naming what is missing and what to do.
     """
@@ -80,7 +81,7 @@ def require_released(path: Path, pipeline: str) -> Path:
     )
     if not (path / CONFIG).is_file():
         raise ConfigError(f"no checkpoint in '{path}': it has no {CONFIG}", cure)
-    for name in _weight_files(path, cure):
+    for name in _weight_files(path, cure) if with_weights else ():
         file = path / name
         if not file.is_file():
             raise ConfigError(f"the checkpoint in '{path}' lacks '{name}'", cure)
@@ -100,6 +101,17 @@ def released_bytes(path: Path) -> dict[str, int]:
     return sizes
 
 
+def released_elements(path: Path) -> dict[str, int]:
+    """Elements of every tensor of a released checkpoint, by its name; ConfigError if it has no weights."""
+    cure = "give the folder of a released checkpoint, or `load_format: dummy` for random weights"
+    return {
+        name: math.prod(entry["shape"])
+        for file in _weight_files(path, cure)
+        if (path / file).is_file()
+        for name, entry in _entries(path / file)[0].items()
+    }
+
+
 def _weight_files(path: Path, cure: str) -> list[str]:
     """The names of the files with weights; ConfigError when nothing says which."""
     index = path / INDEX
@@ -115,17 +127,27 @@ def _weight_files(path: Path, cure: str) -> list[str]:
 
 def _tensors(file: Path) -> dict[str, tuple[int, int]]:
     """Name of each tensor of a safetensors file to its first and last byte; {} when the head is broken."""
+    entries, base = _entries(file)
+    try:
+        offsets = {name: entry["data_offsets"] for name, entry in entries.items()}
+        return {name: (base + start, base + end) for name, (start, end) in offsets.items()}
+    except (ValueError, TypeError, KeyError):
+        return {}
+
+
+def _entries(file: Path) -> tuple[dict[str, Any], int]:
+    """Of each tensor of a safetensors file what its head says, by name, and where the data begin; {} when
+    the head is broken."""
     with file.open("rb") as head:
         length = int.from_bytes(head.read(8), "little")
         if length >= file.stat().st_size:
-            return {}
+            return {}, 0
         try:
-            entries = json.loads(head.read(length))
+            entries: dict[str, Any] = json.loads(head.read(length))
             entries.pop("__metadata__", None)
-            offsets = {name: entry["data_offsets"] for name, entry in entries.items()}
-            return {name: (8 + length + start, 8 + length + end) for name, (start, end) in offsets.items()}
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return {}
+        except (ValueError, TypeError, AttributeError):
+            return {}, 0
+    return entries, 8 + length
 
 
 def read_config(stage_folder: Path) -> dict[str, Any]:

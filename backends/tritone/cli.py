@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from tritone import deploy as deploys
-from tritone import deploy_file, doctor, pbtxt, pipelines, profiling, repository, wire
+from tritone import deploy_file, doctor, gpus, memory_plan, pbtxt, pipelines, profiling, repository, wire
 from tritone import server as servers
 from tritone.asked import DRAIN_S, Asked, ServeOptions
+from tritone.chain import chain
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError, TritoneError
-from tritone.pipeline import Batching, Checkpoint
+from tritone.pipeline import Checkpoint
+from tritone.ram import ram
 from tritone.server import Interpreter, Listen
 
 CERTIFICATES = {
@@ -31,7 +33,6 @@ CERTIFICATES = {
     "private_key": "to ask a server with mutual TLS how it is",
     "certificate_chain": "of that key",
 }
-DOOR_OF = {Batching.ENGINE: "tritone_engine", Batching.TRITON: "tritone_batch"}
 
 
 def add_commands(commands: Any) -> None:
@@ -51,6 +52,7 @@ def add_commands(commands: Any) -> None:
         "--set", dest="overrides", **override, help="overrides deploy.yaml, e.g. stage.thinker.threads=2"
     )
     parser.add_argument("--checkpoint", type=Path, **checkpoint)
+    _add_profile_argument(parser)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="for the rendered files and the log; default: temporary"
     )
@@ -117,8 +119,28 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder of deploy.yaml itself")
     parser.add_argument("--set", dest="overrides", **override, help="overrides deploy.yaml; needs --out")
     parser.add_argument("--checkpoint", type=Path, **checkpoint)
+    _add_profile_argument(parser, " needs --out")
     parser.add_argument("--overwrite", action="store_true", help="replace another deploy.yaml in DIR")
     _set_run(parser, _render)
+
+    parser = commands.add_parser(
+        "plan",
+        help="show what pipelines will hold in memory, stage by stage",
+        description="Show the memory that pipelines will take on each device, with the arithmetic, and "
+        "whether it is there. Nothing is loaded; exit status 1 if something does not fit.",
+    )
+    parser.add_argument("targets", nargs="+", **target)
+    parser.add_argument("--set", dest="overrides", **override, help="overrides deploy.yaml")
+    parser.add_argument("--checkpoint", type=Path, **checkpoint)
+    _add_profile_argument(parser)
+    for option, what in (("gpu", "each GPU"), ("ram", "RAM")):
+        parser.add_argument(
+            f"--{option}-gib",
+            type=_positive,
+            metavar="N",
+            help=f"plan for {what} of this size, not the one here",
+        )
+    _set_run(parser, _plan)
 
     parser = commands.add_parser("check", help="check pipelines and deploy files")
     parser.add_argument("targets", nargs="*", **target)
@@ -150,6 +172,18 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("targets", nargs="*", **target)
     _add_listen_arguments(parser)
     _set_run(parser, _backends)
+
+
+def _add_profile_argument(parser: argparse.ArgumentParser, note: str = "") -> None:
+    parser.add_argument(
+        "--profile",
+        dest="profiles",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a deploy profile that comes with the pipeline, or a YAML file, laid over deploy.yaml; "
+        f"`tritone models` lists them;{note} [PIPELINE:]NAME where several are served",
+    )
 
 
 def _add_pid_argument(parser: argparse.ArgumentParser) -> None:
@@ -186,6 +220,13 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
+
+
+def _positive(text: str) -> float:
+    number = _seconds(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return number
 
 
 def _port(text: str) -> int:
@@ -239,17 +280,10 @@ def _say_if_heard(line: str) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from tritone.serve import serve
 
-    overrides = list(args.overrides)
-    if args.checkpoint:
-        if len(args.targets) != 1:
-            raise ConfigError(
-                f"--checkpoint is given for {len(args.targets)} pipelines",
-                "give --set PIPELINE:checkpoint=DIR for each",
-            )
-        overrides.append(_checkpoint_override(args.checkpoint))
     options = ServeOptions(
         targets=tuple(args.targets),
-        overrides=tuple(overrides),
+        overrides=_overrides(args),
+        profiles=tuple(args.profiles),
         listen=_listen(args),
         run_folder=args.run_dir,
         log=args.log,
@@ -263,6 +297,32 @@ def _serve(args: argparse.Namespace) -> int:
     asked = Asked()
     asked.listen()
     return serve(options, _say_if_heard, asked)
+
+
+def _overrides(args: argparse.Namespace) -> tuple[str, ...]:
+    """Those of --set and --checkpoint, for one pipeline or several."""
+    if not args.checkpoint:
+        return tuple(args.overrides)
+    if len(args.targets) != 1:
+        raise ConfigError(
+            f"--checkpoint is given for {len(args.targets)} pipelines",
+            "give --set PIPELINE:checkpoint=DIR for each",
+        )
+    return (*args.overrides, _checkpoint_override(args.checkpoint))
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from tritone.serve import load_pipelines
+
+    given = {"gpu_gib": args.gpu_gib, "ram_gib": args.ram_gib}
+    sizes = [f"memory.{name}={value}" for name, value in given.items() if value is not None]
+    found = load_pipelines(args.targets, (*_overrides(args), *sizes), args.profiles)
+    plan = memory_plan.plan(found, gpus.find(), ram())
+    for place in plan.used():
+        for line in plan.table(place):
+            _say(line)
+    plan.require_fit()
+    return 0
 
 
 def _reload(args: argparse.Namespace) -> int:
@@ -309,12 +369,15 @@ def _render(args: argparse.Namespace) -> int:
     overrides = list(args.overrides)
     if args.checkpoint:
         overrides.append(_checkpoint_override(args.checkpoint))
-    deploy = deploys.load(source / repository.DEPLOY, overrides)
+    profile = args.profiles[-1] if args.profiles else None
+    deploy = deploys.load(source / repository.DEPLOY, overrides, profile)
     folder = args.out or source
-    if args.overrides and folder.resolve() == source.resolve():
+    if (args.overrides or profile) and folder.resolve() == source.resolve():
+        option = "--set" if args.overrides else "--profile"
         raise ConfigError(
-            "--set changes what is rendered, but not deploy.yaml", "edit deploy.yaml, or give --out"
+            f"{option} changes what is rendered, but not deploy.yaml", "edit deploy.yaml, or give --out"
         )
+    _require_fit(deploy)
     if args.checkpoint:
         _require_checkpoint(deploy)
         if folder.resolve() == source.resolve():
@@ -329,6 +392,18 @@ def _render(args: argparse.Namespace) -> int:
     for name in repository.strangers(deploy, folder):
         _say(f"warning: {folder / name} is no model of the pipeline, and Triton would load it; remove it")
     return 0
+
+
+def _require_fit(deploy: Deploy) -> None:
+    """ConfigError if it could never be served here, or on the machine that `memory:` describes."""
+    try:
+        plan = memory_plan.plan([deploy], gpus.find(), ram())
+    except ConfigError:
+        return  # the checkpoint is not here yet, or not whole
+    for place in plan.too_small(before_start=False):
+        for line in plan.table(place):
+            _say(line)
+    plan.require_fit(before_start=False)
 
 
 def _checkpoint_override(folder: Path) -> str:
@@ -363,44 +438,6 @@ def _check(args: argparse.Namespace) -> int:
     return status
 
 
-def chain(deploy: Deploy, folder: Path) -> list[str]:
-    """How a pipeline comes together, for a reader: config.pbtxt to pipeline to stage to engine."""
-    pipeline = deploy.pipeline
-    lines = [
-        f"{pipeline.name}: {pipeline.doc}",
-        f"  deploy      {folder / repository.DEPLOY}  digest {deploy.digest}",
-    ]
-    if pipeline.checkpoint is not Checkpoint.NONE:
-        lines.append(f"  checkpoint  {deploy.checkpoint}")
-    rows = [
-        (f"{name}/config.pbtxt", "tritone_pipeline", f"pipeline {pipeline.name}", note)
-        for name, note in ((pipeline.name, "decoupled"), (f"{pipeline.name}_sync", "whole answers"))
-    ]
-    for stage in pipeline.stages:
-        settings = deploy.stage(stage.name)
-        engine = stage.engines[settings.engine]
-        where = f"{settings.instances} x {settings.device}" + (
-            f", shares process '{settings.colocate}'" if settings.colocate else ""
-        )
-        rows.append(
-            (
-                f"{settings.model}/config.pbtxt",
-                DOOR_OF[stage.batching],
-                f"stage {stage.name} ({stage.execution})",
-                f"{settings.engine} = {engine}, {where}",
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        lines.append(
-            "  "
-            + " -> ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
-        )
-    lines += [f"  edge        {edge.source} -> {edge.target}" for edge in pipeline.edges]
-    lines += [f"  final       {modality} <- {place}" for modality, place in pipeline.finals.items()]
-    return lines
-
-
 def _doctor(args: argparse.Namespace) -> int:
     findings = []
     for finding in doctor.examine(args.model_repository, _listen(args)):
@@ -415,7 +452,9 @@ def _models(_: argparse.Namespace) -> int:
     for name in names:
         pipeline = pipelines.get(name)
         stages = ", ".join(stage.name for stage in pipeline.stages)
-        _say(f"{name:<{width}}  {pipeline.doc} ({stages} -> {', '.join(pipeline.modalities)})")
+        profiles = ", ".join(pipelines.profiles(name))
+        offered = f"; profiles: {profiles}" if profiles else ""
+        _say(f"{name:<{width}}  {pipeline.doc} ({stages} -> {', '.join(pipeline.modalities)}){offered}")
     return 0
 
 

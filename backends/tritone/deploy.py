@@ -20,8 +20,10 @@ import msgspec
 import yaml
 
 from tritone.checkpoint import checkpoint_dir, require_checkpoint, require_released
+from tritone.device import Device
 from tritone.errors import ConfigError, InvalidRequest, suggestion
 from tritone.pipeline import Checkpoint, Pipeline, Stage
+from tritone.profile_file import laid_over, read_profile, read_yaml
 from tritone.sampling import Sampling
 
 HOST = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
@@ -99,12 +101,20 @@ class ConnectorLimits:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What the memory plan counts with in place of what this machine has, e.g. to plan for another one."""
+
+    gpu_gib: float | None = None  # of each GPU
+    ram_gib: float | None = None
+
+
+@dataclass(frozen=True)
 class StageDeploy:
     """One stage on this machine."""
 
     model: str  # name of the Triton model that serves the stage
     instances: int = 1  # engine processes that share the stage's work
-    device: str = "cpu"  # cpu or gpu
+    device: str | tuple[str, ...] = "cpu"  # cpu, gpu, gpu:<number> or a list of these: see device.py
     threads: int = 1  # intra-op threads of one engine on a CPU
     colocate: str | None = None  # stages with the same word share one engine process
     python: str | None = None  # interpreter of the engine; default: the one that runs the server's stubs
@@ -116,6 +126,16 @@ class StageDeploy:
     engine: str = ""  # kind: a key of Stage.engines
     options: Any = None  # the engine's own Options
     sampling: Sampling | None = None
+
+    @property
+    def placed(self) -> Device:
+        """`device`, understood. ConfigError when it is none."""
+        return Device.parse(self.device, f"device of {self.model}")
+
+    @property
+    def reads_weights(self) -> bool:
+        """False if the engine makes up its weights and reads nothing but the configuration."""
+        return bool(getattr(self.options, "load_format", "auto") != "dummy")
 
 
 @dataclass(frozen=True)
@@ -138,6 +158,7 @@ class Deploy:
     limits: Limits = field(default_factory=Limits)
     connector: ConnectorLimits = field(default_factory=ConnectorLimits)
     urls: Urls = field(default_factory=Urls)
+    memory: Memory = field(default_factory=Memory)
     tracing: Tracing = field(default_factory=Tracing)
     profiling: bool = False  # the user who runs the server may profile its processes, see profiling.py
     mode: str = MODES[0]  # sync: each stage waits for all that the stages before it give; for debugging
@@ -158,7 +179,8 @@ class Deploy:
             case Checkpoint.BUILT:
                 require_checkpoint(self.checkpoint, stage)
             case Checkpoint.RELEASED:
-                require_released(self.checkpoint, self.pipeline.name)
+                needs_weights = self.stages[stage].reads_weights
+                require_released(self.checkpoint, self.pipeline.name, needs_weights)
         return self.stage_folder(stage)
 
     def hosted_with(self, stage: str) -> tuple[str, ...]:
@@ -178,23 +200,19 @@ class Deploy:
         return _engine_class(self.pipeline.stage(stage), self.stages[stage].engine, stage)
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Deploy:
-    """Read `path` (a deploy.yaml), apply "key.path=value" overrides, check everything.
+def load(path: Path, overrides: Sequence[str] = (), profile: str | None = None) -> Deploy:
+    """Read `path` (a deploy.yaml), lay `profile` and "key.path=value" overrides over it, check everything.
 
-    Raises ConfigError naming the file, the key, the value and what to do.
+    profile: the name of one that comes with the pipeline, or a file. Raises ConfigError naming the file, the
+    key, the value and what to do.
     """
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", "name a deploy.yaml file") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}", "mend the file") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds no mapping", "start it with `pipeline: <name>`")
-    for override in overrides:
-        _override(raw, override)
+    raw = read_yaml(path, "deploy.yaml")
     if str(raw.get("pipeline")).endswith(".py"):  # relative to the file that says it
         raw["pipeline"] = str((path.parent / raw["pipeline"]).resolve())
+    if profile is not None:
+        raw = laid_over(raw, read_profile(profile, str(raw.get("pipeline"))))
+    for override in overrides:
+        _override(raw, override)
     return from_mapping(raw, str(path))
 
 
@@ -265,6 +283,7 @@ _BLOCKS: dict[str, type[Any]] = {
     "limits": Limits,
     "connector": ConnectorLimits,
     "urls": Urls,
+    "memory": Memory,
     "tracing": Tracing,
 }
 
@@ -373,6 +392,8 @@ def _check(deploy: Deploy, where: str) -> None:
             raise ConfigError(
                 f"{where}: urls.allow has '{pattern}'", "give names of hosts in lower case, or *.domain"
             )
+    for limit in ("gpu_gib", "ram_gib"):
+        at_least(f"memory.{limit}", getattr(deploy.memory, limit) or 1.0, 0.001)
     endpoint, ratio = deploy.tracing.otlp_endpoint, deploy.tracing.sample_ratio
     if endpoint and not COLLECTOR.fullmatch(endpoint):
         raise ConfigError(
@@ -388,8 +409,12 @@ def _check(deploy: Deploy, where: str) -> None:
         at_least(f"stages.{name}.instances", stage.instances, 1)
         at_least(f"stages.{name}.threads", stage.threads, 1)
         at_least(f"stages.{name}.max_batch_size", stage.max_batch_size, 1)
-        if stage.device not in ("cpu", "gpu"):
-            raise ConfigError(f"{where}: stages.{name}.device is '{stage.device}'", "give cpu or gpu")
+        device = Device.parse(stage.device, f"{where}: stages.{name}.device")
+        if device.is_spread and not deploy.engine_class(name).spans_gpus:
+            raise ConfigError(
+                f"{where}: stages.{name}.device is {device}, and engine '{stage.engine}' runs on one GPU",
+                "name one, e.g. gpu:0",
+            )
         mates = [mate for mate in deploy.hosted_with(name) if mate != name]
         for mate in mates:
             for key in ("instances", "device", "python"):

@@ -17,23 +17,20 @@ from pathlib import Path
 
 import tritone
 from tritone import deploy as deploys
-from tritone import repository
+from tritone import gpus, memory_plan, repository
 from tritone import server as servers
 from tritone.admin import is_loopback
-from tritone.checkpoint import checkpoint_dir, released_bytes
+from tritone.checkpoint import checkpoint_dir
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError
+from tritone.memory_plan import MIB, MemoryPlan, num_instances, size
 from tritone.pipeline import Checkpoint
+from tritone.ram import ram
 from tritone.server import Interpreter, Listen, Server, known_faults
 from tritone.tracing import is_on
 
 SHM = Path("/dev/shm")
-MIB = 1 << 20
-GIB = 1 << 30
 INSTANCE_SHM_BYTES = 8 * MIB  # of one model instance under load; a region never shrinks
-ENGINE_BYTES = 350 * MIB  # of an engine process before its weights
-STUB_BYTES = 60 * MIB  # of the stub of one model instance
-WEIGHTS_FACTOR = 1.3  # memory per byte of checkpoint
 
 
 class Level(StrEnum):
@@ -50,9 +47,11 @@ class Finding:
     subject: str  # one or two words
     what: str
     cure: str = ""
+    detail: tuple[str, ...] = ()  # lines below it, e.g. the arithmetic
 
     def __str__(self) -> str:
-        return f"{self.level:<8} {self.subject:<11} {self.what}" + (f"; {self.cure}" if self.cure else "")
+        line = f"{self.level:<8} {self.subject:<11} {self.what}" + (f"; {self.cure}" if self.cure else "")
+        return "\n".join((line, *self.detail))
 
 
 def ok(subject: str, what: str) -> Finding:
@@ -167,14 +166,30 @@ def check_shm(free_bytes: int, instances: int) -> Finding:
     return ok("shm", text)
 
 
-def check_memory(available_bytes: int, needed_bytes: int) -> Finding:
-    text = f"{size(available_bytes)} of memory available"
-    if needed_bytes == 0:
-        return ok("memory", text)
-    text += f", roughly {size(needed_bytes)} needed"
-    if available_bytes < needed_bytes:
-        return warning("memory", text, "free some, or lower instances in deploy.yaml")
-    return ok("memory", text)
+def check_memory(plan: MemoryPlan) -> list[Finding]:
+    """One finding a place that is to hold something; with the arithmetic where it is too small."""
+    small = plan.too_small()
+    return [
+        Finding(
+            Level.PROBLEM,
+            "memory",
+            f"{place.name} is too small: {plan.summary(place)}",
+            plan.cure(place),
+            tuple(plan.table(place)[1:]),
+        )
+        if place in small
+        else ok("memory", f"{place.name}: {plan.summary(place)}")
+        for place in plan.used()
+    ]
+
+
+def check_planned(pipelines: Sequence[Deploy]) -> list[Finding]:
+    """The memory of pipelines that are to be served together; nothing where a checkpoint tells nothing, which
+    is said elsewhere."""
+    try:
+        return check_memory(memory_plan.plan(pipelines, gpus.find(), ram()))
+    except ConfigError:
+        return []
 
 
 def check_cores(cores: int) -> Finding:
@@ -338,6 +353,7 @@ def check_repository(folder: Path) -> list[Finding]:
         *check_urls(deploy),
         *check_tracing(deploy),
         *check_checkpoint(deploy),
+        *check_planned([deploy]),
     ]
 
 
@@ -348,29 +364,6 @@ def _models(deploy: Deploy) -> list[str]:
         f"{pipeline.name}_sync",
         *(deploy.stage(stage.name).model for stage in pipeline.stages),
     ]
-
-
-def num_instances(deploy: Deploy) -> int:
-    """Model instances of a pipeline: its two pipeline models and those of its stages."""
-    return 2 + sum(stage.instances for stage in deploy.stages.values())
-
-
-def needed_memory(deploy: Deploy) -> int:
-    """A rough guess in bytes: stubs, engine processes, and their weights."""
-    total = num_instances(deploy) * STUB_BYTES
-    released = deploy.pipeline.checkpoint is Checkpoint.RELEASED
-    sizes = released_bytes(deploy.checkpoint) if released else {}
-    for group in {deploy.hosted_with(stage.name) for stage in deploy.pipeline.stages}:
-        if released:
-            weights = sum(sizes.get(stage, 0) for stage in group)
-        else:
-            weights = sum(_folder_bytes(deploy.stage_folder(stage)) for stage in group)
-        total += deploy.stage(group[0]).instances * (ENGINE_BYTES + int(WEIGHTS_FACTOR * weights))
-    return total
-
-
-def _folder_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 # -- what the machine says -----------------------------------------------------------------------------------
@@ -398,22 +391,6 @@ def num_gpus(devices: Path = Path("/dev")) -> int:
     return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in devices.iterdir())
 
 
-def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that a new process may use: what is free on the machine or left in its cgroup."""
-    match = re.search(r"MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text())
-    available = int(match.group(1)) * 1024 if match else 0
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
-
-
-def size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes // MIB} MiB"
-
-
 # -- all together --------------------------------------------------------------------------------------------
 
 
@@ -433,7 +410,7 @@ def for_pipelines(
 ) -> Iterator[Finding]:
     """The checks before these pipelines are served together."""
     yield check_shm(shutil.disk_usage(SHM).free, sum(num_instances(deploy) for deploy in pipelines))
-    yield check_memory(available_memory(), sum(needed_memory(deploy) for deploy in pipelines))
+    yield from check_planned(pipelines)
     yield from check_ports(listen)
     yield check_exposure(listen, extra)
     for deploy in pipelines:
@@ -441,7 +418,7 @@ def for_pipelines(
         yield from check_urls(deploy)
         yield from check_tracing(deploy)
         yield from check_checkpoint(deploy)
-    if any(stage.device == "gpu" for deploy in pipelines for stage in deploy.stages.values()):
+    if any(stage.placed.is_gpu for deploy in pipelines for stage in deploy.stages.values()):
         yield check_torch(package_version("torch"), torch_cuda(), num_gpus(), needs_gpu=True)
 
 
@@ -459,7 +436,11 @@ def examine(repositories: Sequence[Path], listen: Listen) -> Iterator[Finding]:
     _, findings = machine(Interpreter.current())
     yield from findings
     yield check_shm(shutil.disk_usage(SHM).free, instances=6)
-    yield check_memory(available_memory(), needed_bytes=0)
+    memory = ram()
+    yield ok("memory", f"{size(memory.free_bytes or 0)} of {size(memory.total_bytes or 0)} available")
+    for number, gpu in enumerate(gpus.find()):
+        there = f"{size(gpu.free_bytes)} of {size(gpu.total_bytes)} free"
+        yield ok("gpu", f"gpu:{number} {gpu.name}, {there}")
     yield check_cores(len(os.sched_getaffinity(0)))
     yield check_torch(package_version("torch"), torch_cuda(), num_gpus())
     yield checkpoints_present()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tritone
 from tritone import allocator
+from tritone.device import visible
 from tritone.engines.host import ADDRESS_TAKEN_STATUS
 
 END_TIMEOUT_S = 3.0  # from the end of the life line to SIGKILL
@@ -28,7 +29,7 @@ class EngineSpec:
     deploy_file: Path
     stages: tuple[str, ...]
     address: str
-    device: str
+    gpus: tuple[int, ...]  # that it runs on, as this process counts them; none: it runs on the CPU
     threads: int
     python: str | None
     load_timeout_s: float
@@ -41,15 +42,20 @@ class EngineSpec:
             f"--deploy={self.deploy_file}",
             f"--stages={','.join(self.stages)}",
             f"--address={self.address}",
-            f"--device={self.device}",
+            f"--device={'cuda:0' if self.gpus else 'cpu'}",
+            f"--num-gpus={max(1, len(self.gpus))}",
             f"--life-line={life_line}",
         ]
 
     def environment(self) -> dict[str, str]:
+        """ConfigError when this process does not see the GPUs."""
         env = dict(os.environ)
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(self.threads)
         env["TOKENIZERS_PARALLELISM"] = "false"
         env["HF_HUB_OFFLINE"] = "1"
+        if self.gpus:
+            env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # that of nvidia-smi, whose numbers a deploy file has
+            env["CUDA_VISIBLE_DEVICES"] = visible(self.gpus, os.environ)
         allocator.for_engine(env)
         # The packaged server's own libraries must not replace those of the engine's interpreter.
         paths = env.get("LD_LIBRARY_PATH", "").split(":")

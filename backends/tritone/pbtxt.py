@@ -111,8 +111,13 @@ def _stage_config(deploy: Deploy, stage: Stage) -> pb.ModelConfig:
         batching.max_sequence_idle_microseconds = int((settings.call_timeout_s + 2 * KEEP_EVERY_S) * 1e6)
         batching.oldest.max_candidate_sequences = 2 * deploy.max_in_flight + SPARE_SEQUENCES
         batching.oldest.max_queue_delay_microseconds = int(settings.max_queue_delay_ms * 1e3)
-    kind = pb.ModelInstanceGroup.KIND_GPU if settings.device == "gpu" else pb.ModelInstanceGroup.KIND_CPU
-    config.instance_group.add(kind=kind, count=settings.instances)
+    device, kinds = settings.placed, pb.ModelInstanceGroup
+    if device.is_spread:  # Triton gives an instance one GPU at most: the door shows the engine its own
+        config.instance_group.add(kind=kinds.KIND_MODEL, count=settings.instances)
+    elif device.is_gpu:
+        config.instance_group.add(kind=kinds.KIND_GPU, count=settings.instances, gpus=device.gpus)
+    else:
+        config.instance_group.add(kind=kinds.KIND_CPU, count=settings.instances)
     return config
 
 

@@ -40,7 +40,7 @@ def serve(options: ServeOptions, say: Callable[[str], None], asked: Asked) -> in
 
     say: takes each line for the user.
     """
-    pipelines = load_pipelines(options.targets, options.overrides)
+    pipelines = load_pipelines(options.targets, options.overrides, options.profiles)
     python = Interpreter.current()
     server, findings = doctor.machine(python)
     findings += doctor.for_pipelines(pipelines, options.listen, options.extra)
@@ -63,7 +63,7 @@ def serve(options: ServeOptions, say: Callable[[str], None], asked: Asked) -> in
             pipelines,
             options,
             lambda deploys: RunningServer(server, python, deploys, folder, options),
-            lambda: load_pipelines(options.targets, options.overrides),
+            lambda: load_pipelines(options.targets, options.overrides, options.profiles),
             say,
             asked,
         )
@@ -81,8 +81,10 @@ def serve(options: ServeOptions, say: Callable[[str], None], asked: Asked) -> in
 # -- before the start ----------------------------------------------------------------------------------------
 
 
-def load_pipelines(targets: Sequence[str], overrides: Sequence[str]) -> list[Deploy]:
-    """The deploys of all targets with the overrides that are meant for them."""
+def load_pipelines(
+    targets: Sequence[str], overrides: Sequence[str], profiles: Sequence[str] = ()
+) -> list[Deploy]:
+    """The deploys of all targets with the overrides and the profile that are meant for them."""
     folders = [repository.find(target) for target in targets]
     plain = [override for override in overrides if _addressee(override) is None]
     found: dict[str, Deploy] = {}
@@ -92,7 +94,7 @@ def load_pipelines(targets: Sequence[str], overrides: Sequence[str]) -> list[Dep
         own = [override.partition(":")[2] for override in overrides if _addressee(override) == name]
         if name in found:
             raise ConfigError(f"pipeline '{name}' is named twice", "name each pipeline once")
-        found[name] = deploys.load(file, [*plain, *own])
+        found[name] = deploys.load(file, [*plain, *own], _profile_of(name, profiles))
     for override in overrides:
         if _addressee(override) not in (None, *found):
             raise ConfigError(
@@ -100,6 +102,15 @@ def load_pipelines(targets: Sequence[str], overrides: Sequence[str]) -> list[Dep
                 f"served are {', '.join(found)}",
             )
     return list(found.values())
+
+
+def _profile_of(pipeline: str, profiles: Sequence[str]) -> str | None:
+    """The one that is meant for a pipeline; "pipeline:name" goes before "name"."""
+    own = [profile.partition(":")[2] for profile in profiles if profile.startswith(f"{pipeline}:")]
+    plain = [profile for profile in profiles if ":" not in profile]
+    if len(own) > 1 or (not own and len(plain) > 1):
+        raise ConfigError(f"pipeline '{pipeline}' has two profiles", "give one, which may lie over the other")
+    return next(iter(own or plain), None)
 
 
 def _addressee(override: str) -> str | None:

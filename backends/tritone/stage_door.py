@@ -18,6 +18,7 @@ from tritone import allocator, wire
 from tritone import deploy as deploys
 from tritone.control import OpenSession
 from tritone.deploy import Deploy
+from tritone.device import Device
 from tritone.engine_link import EngineLink
 from tritone.engine_process import EngineSpec
 from tritone.errors import ConfigError, TritoneError
@@ -66,14 +67,20 @@ class Instance:
 
     stage: Stage
     index: int
-    device: str
+    gpus: tuple[int, ...]  # that its engine runs on; none: the CPU
 
     @classmethod
-    def of(cls, args: Mapping[str, str], stage: Stage) -> Instance:
+    def of(cls, args: Mapping[str, str], stage: Stage, device: Device) -> Instance:
+        """device: of the stage. Triton says which of its GPUs, and knows of no engine over several."""
         match = re.search(r"_(\d+)$", args["model_instance_name"])
-        gpu = args["model_instance_kind"] == "GPU"
-        device = f"cuda:{args['model_instance_device_id']}" if gpu else "cpu"
-        return cls(stage, int(match.group(1)) if match else 0, device)
+        on_gpu = args["model_instance_kind"] == "GPU"
+        gpus = (int(args["model_instance_device_id"]),) if on_gpu else device.gpus
+        return cls(stage, int(match.group(1)) if match else 0, gpus)
+
+    @property
+    def device(self) -> str:
+        """Names it in sockets and metrics."""
+        return "cuda:" + "+".join(map(str, self.gpus)) if self.gpus else "cpu"
 
 
 def engine_address(deploy: Deploy, stage: str, device: str, index: int) -> str:
@@ -94,14 +101,14 @@ class StageDoor:
         self.key = server_key(server_name())  # which calls to this door carry
         facts = {"tritone.pipeline": self.deploy.pipeline.name, "tritone.stage": self.stage.name}
         self._tracer = open_tracer(self.deploy.tracing, f"{self.model}.door", facts)
-        instance = Instance.of(args, self.stage)
+        instance = Instance.of(args, self.stage, self.settings.placed)
         mates = self.deploy.hosted_with(self.stage.name)
         own_address = engine_address(self.deploy, self.stage.name, instance.device, instance.index)
         spec = EngineSpec(
             deploy_file=path,
             stages=mates,
             address=own_address,
-            device=instance.device,
+            gpus=instance.gpus,
             threads=max(self.deploy.stage(mate).threads for mate in mates),
             python=self.settings.python,
             load_timeout_s=max(self.deploy.stage(mate).load_timeout_s for mate in mates),

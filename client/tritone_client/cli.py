@@ -38,6 +38,7 @@ SERVER_COMMANDS = {
     "reload": "have a running `tritone serve` follow a changed deploy.yaml",
     "profile": "see where a stage of a running `tritone serve` spends its time",
     "render": "write the model repository from deploy files",
+    "plan": "show what pipelines will hold in memory, stage by stage",
     "check": "check pipelines and deploy files",
     "doctor": "say what this machine lacks to serve",
     "models": "list the pipelines",

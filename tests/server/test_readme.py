@@ -74,6 +74,8 @@ def adapted(command, server, folder):
             return command
         case "tritone" if words[1] == "profile":
             return f"{command} --pid {server.process.pid}"
+        case "tritone" if words[1] == "plan":
+            return command.replace("/models/Qwen3-Omni-30B-A3B-Instruct", str(qwen3_omni_oracle.checkpoint()))
         case "tritone" if words[1] == "serve":
             folder = qwen3_omni_oracle.checkpoint()
             ports = "--http-port 0 --grpc-port 0 --metrics-port 0"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tritone.engines.memory import Planned
 from tritone.errors import TritoneError
 from tritone.ports import Array
 
@@ -29,10 +30,11 @@ class Placement:
     """Where and from what an engine is built."""
 
     checkpoint: Path  # folder with the stage's weights
-    device: str = "cpu"  # "cpu" or "cuda:<index>", as Triton's instance group decided
+    device: str = "cpu"  # "cpu" or "cuda:<index>", counted among the GPUs that the process sees
     threads: int = 1  # intra-op threads of the stage on a CPU
     max_batch_size: int = 16  # of a stage that Triton batches: streams in one call
     chunk_frames: tuple[int, ...] = (4, 25)  # sizes of the chunks that it is given, unless a request differs
+    num_gpus: int = 1  # that the engine is to be spread over, from `device` on
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def _note_nothing(session: str, phase: str) -> None:
     """No loop owns the engine yet."""
 
 
-class Engine(ABC):
+class Engine(Planned, ABC):
     """A stage whose engine batches by itself."""
 
     Options: ClassVar[type]  # frozen dataclass: the deploy file's `engine:` block of this stage
@@ -114,7 +116,7 @@ class Chunk:
     settings: Mapping[str, Any] = field(default_factory=dict)  # on the first chunk, e.g. {"seed": 7}
 
 
-class BatchEngine(ABC):
+class BatchEngine(Planned, ABC):
     """A stage that Triton batches; per-stream state is keyed by session and freed at `end` or `abort`."""
 
     Options: ClassVar[type]

@@ -158,7 +158,12 @@ class Host:
 
 
 def build_loops(
-    deploy: Deploy, stages: tuple[str, ...], device: str, peers: Peers, tracer: Tracer | None = None
+    deploy: Deploy,
+    stages: tuple[str, ...],
+    device: str,
+    peers: Peers,
+    tracer: Tracer | None = None,
+    num_gpus: int = 1,
 ) -> dict[str, Loop]:
     """Load the engines of `stages`; Triton model name to its loop."""
     loops: dict[str, Loop] = {}
@@ -166,8 +171,9 @@ def build_loops(
     for name in stages:
         settings = deploy.stage(name)
         folder = deploy.require_checkpoint(name)
+        chunk_frames = sizes_of(deploy.chunks)
         placement = Placement(
-            folder, device, settings.threads, settings.max_batch_size, sizes_of(deploy.chunks)
+            folder, device, settings.threads, settings.max_batch_size, chunk_frames, num_gpus
         )
         engine = deploy.engine_class(name)(placement, settings.options)
         if isinstance(engine, BatchEngine):
@@ -186,6 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stages", required=True, help="comma-separated stages of the pipeline")
     parser.add_argument("--address", required=True, help="abstract socket to listen on")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--num-gpus", type=int, default=1, help="from --device on")
     parser.add_argument("--life-line", type=int, required=True, help="descriptor that ends with the door")
     arguments = parser.parse_args(argv)
     handler = logging.StreamHandler(sys.stderr)
@@ -210,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         deploy = deploys.load(arguments.deploy)
         tracers.append(_open_tracer(deploy, stages, arguments.device))
         host.allow_profiling(deploy.profiling)
-        loops = build_loops(deploy, stages, arguments.device, host.peers, tracers[0])
+        loops = build_loops(deploy, stages, arguments.device, host.peers, tracers[0], arguments.num_gpus)
     except (ConfigError, InvalidRequest) as error:
         host.become(wire.LoadFailed(error.what, error.cure), {})
         time.sleep(1.0)  # let doors that are just connecting hear it

@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tritone.checkpoint import read_config
+from tritone.checkpoint import read_config, released_elements
 from tritone.engines.base import Placement, Values
 from tritone.engines.chat import Conversation
+from tritone.engines.memory import ITEM_BYTES, Ground, Term, product
 from tritone.engines.slot_engine import SlotOptions
 from tritone.engines.text_engine import TextEngine
 from tritone.engines.text_writer import TextSession
 from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import InvalidRequest, TritoneError
+from tritone.networks.decoder_size import DecoderSize
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,20 @@ class TorchEngine(TextEngine[_Session]):
         super().__init__(options, decoder, ChatTokenizer(placement.checkpoint), options.prefix_cache)
         self._options = options
         self._greet({"messages": '[{"role": "user", "content": "Hello"}]'})
+
+    @classmethod
+    def memory(cls, ground: Ground, options: TorchOptions) -> list[Term]:
+        size = DecoderSize.from_hf(read_config(ground.checkpoint))
+        item = ITEM_BYTES[options.dtype]
+        elements = sum(released_elements(ground.checkpoint).values())
+        num_bytes, how = product(size.cache(options.max_slots, options.max_context_tokens), item)
+        rows = options.prefill_chunk_tokens + options.max_slots
+        held = size.pass_elements(rows, options.max_context_tokens) * item
+        return [
+            Term("weights", elements * item, f"{elements:,} by the files × {item} B, {options.dtype}"),
+            Term("KV cache", num_bytes, how, lower="max_slots or max_context_tokens"),
+            Term("activations", held, f"a pass of {rows:,} rows", False, "prefill_chunk_tokens"),
+        ]
 
     def add_request(self, session: str, inputs: Values, settings: Mapping[str, Any]) -> None:
         self._check_room(session)

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from tritone.checkpoint import read_config
+from tritone.networks.weights import Weights
 
 
-class DummyWeights:
+class DummyWeights(Weights):
     """In place of `Weights`; the same name always gives the same numbers on the same kind of device."""
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
         """folder: with config.json. Weights are made on the device, which is much faster than here."""
         import transformers
 
+        self.folder = folder
         [name] = read_config(folder)["architectures"]
         config = transformers.AutoConfig.from_pretrained(folder)
         with torch.device("meta"):

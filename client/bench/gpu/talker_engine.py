@@ -19,8 +19,6 @@ import numpy as np
 import torch
 
 from tritone.engines.base import Placement
-from tritone.networks import weights
-from tritone.networks.dummy_weights import DummyWeights
 from tritone.pipelines.qwen3_omni.talker import Talker, TalkerOptions
 
 DEVICE = "cuda:0"
@@ -94,7 +92,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prefill", type=int, default=256, help="prompt tokens a step")
     arguments = parser.parse_args(argv)
     sizes = [int(size) for size in arguments.sessions.split(",")]
-    weights.Weights = lambda folder: DummyWeights(folder, DEVICE, torch.bfloat16)  # type: ignore
     alone: list[Any] = []
     for overlap in (True, False):
         options = TalkerOptions(
@@ -102,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
             max_context_tokens=1024,
             prefill_chunk_tokens=arguments.prefill,
             dtype="bfloat16",
+            load_format="dummy",
             max_looped_frames=0,
             overlap=overlap,
             batch_invariant=arguments.batch_invariant,

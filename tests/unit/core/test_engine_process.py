@@ -90,7 +90,7 @@ def make_link(tmp_path):
         path = tmp_path / f"deploy-{len(links)}.yaml"
         path.write_text(yaml.safe_dump({"pipeline": str(ECHO), "stages": stage_settings}))
         address = f"tritone-test/{uuid.uuid4().hex}"
-        spec = EngineSpec(path, tuple(stages), address, "cpu", 1, python, 20.0)
+        spec = EngineSpec(path, tuple(stages), address, (), 1, python, 20.0)
         link = EngineLink("under test", address, spec, call_timeout_s)
         links.append(link)
         return link

@@ -22,7 +22,7 @@ def environments(tmp_path, monkeypatch):
         for name in (allocator.VARIABLE, *user):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr("os.environ", own)
-        return own, EngineSpec(tmp_path, ("a",), "x", "cpu", 1, None, 1.0).environment()
+        return own, EngineSpec(tmp_path, ("a",), "x", (), 1, None, 1.0).environment()
 
     return of
 

@@ -11,8 +11,9 @@ from fake_machine import write_deploy, write_file
 
 from tritone import deploy as deploys
 from tritone import doctor, pbtxt
-from tritone.doctor import GIB, MIB, Finding, Level
+from tritone.doctor import MIB, Finding, Level
 from tritone.errors import ConfigError
+from tritone.memory_plan import GIB
 from tritone.pipeline import Checkpoint
 from tritone.server import Interpreter, Listen, Server
 
@@ -32,9 +33,6 @@ def test_a_finding_is_one_line_with_its_cure() -> None:
         (doctor.check_shm(8 * GIB, 6), Level.OK),
         (doctor.check_shm(64 * MIB, 6), Level.WARNING),
         (doctor.check_shm(16 * MIB, 6), Level.PROBLEM),
-        (doctor.check_memory(8 * GIB, 0), Level.OK),
-        (doctor.check_memory(8 * GIB, 2 * GIB), Level.OK),
-        (doctor.check_memory(1 * GIB, 2 * GIB), Level.WARNING),
         (doctor.check_exposure(Listen()), Level.OK),
         (doctor.check_exposure(Listen("[::1]")), Level.OK),
         (doctor.check_exposure(Listen("0.0.0.0")), Level.WARNING),
@@ -150,14 +148,22 @@ class TestPipeline:
         monkeypatch.setattr(type(deploy), "require_checkpoint", type(deploy).stage_folder)
         assert doctor.check_checkpoint(deploy)[0].level is Level.OK
 
-    def test_memory_counts_processes_and_weights(self, tmp_path: Path) -> None:
-        write_file(tmp_path / "1" / "writer" / "weights", bytes(10 * MIB))
-        stages = {"singer": {"colocate": "speech"}, "wave": {"colocate": "speech"}}
-        folder = write_deploy(tmp_path / "echo", checkpoint=str(tmp_path / "1"), stages=stages)
-        deploy = deploys.load(folder / "deploy.yaml")
-        assert doctor.num_instances(deploy) == 5
-        expected = 5 * doctor.STUB_BYTES + 2 * doctor.ENGINE_BYTES + 13 * MIB
-        assert doctor.needed_memory(deploy) == expected
+    def test_memory(self, tmp_path: Path) -> None:
+        roomy = deploys.load(write_deploy(tmp_path / "a", memory={"ram_gib": 2}) / "deploy.yaml")
+        [finding] = doctor.check_planned([roomy])
+        assert finding.level is Level.OK and "2.0 GiB in all" in finding.what
+        tight = deploys.load(write_deploy(tmp_path / "b", memory={"ram_gib": 1}) / "deploy.yaml")
+        [finding] = doctor.check_planned([tight])
+        assert finding.level is Level.PROBLEM
+        assert "cpu is too small: 1.3 GiB planned, 1.0 GiB in all" in finding.what
+        assert finding.cure == "lower instances, or free some"
+        assert [line.split()[:2] for line in str(finding).splitlines()[1:]] == [
+            ["echo", "writer"],
+            ["echo", "singer"],
+            ["echo", "wave"],
+            ["echo", "server"],
+            ["sum", "1.3"],
+        ]
 
 
 class TestRepository:
@@ -192,14 +198,18 @@ class TestRepository:
         assert "does not exist" in doctor.check_repository(tmp_path / "none")[0].what
 
 
-def test_available_memory_respects_the_container(tmp_path: Path) -> None:
-    write_file(tmp_path / "proc" / "meminfo", b"MemTotal: 9 kB\nMemAvailable:    4096 kB\n")
-    assert doctor.available_memory(tmp_path / "proc", tmp_path / "none") == 4 * MIB
+def test_memory_respects_the_container(tmp_path: Path) -> None:
+    def sizes(cgroup: str) -> tuple[int | None, int | None]:
+        place = doctor.ram(tmp_path / "proc", tmp_path / cgroup)
+        return place.total_bytes, place.free_bytes
+
+    write_file(tmp_path / "proc" / "meminfo", b"MemTotal: 9216 kB\nMemAvailable:    4096 kB\n")
+    assert sizes("none") == (9 * MIB, 4 * MIB)
     write_file(tmp_path / "cgroup" / "memory.max", b"3145728\n")
     write_file(tmp_path / "cgroup" / "memory.current", b"1048576\n")
-    assert doctor.available_memory(tmp_path / "proc", tmp_path / "cgroup") == 2 * MIB
+    assert sizes("cgroup") == (3 * MIB, 2 * MIB)
     write_file(tmp_path / "cgroup" / "memory.max", b"max\n")
-    assert doctor.available_memory(tmp_path / "proc", tmp_path / "cgroup") == 4 * MIB
+    assert sizes("cgroup") == (9 * MIB, 4 * MIB)
 
 
 def test_num_gpus(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tritone.engines.memory import LoadFormat
 from tritone.engines.slot_engine import SlotOptions
 from tritone.engines.vllm.contract import RELEASES
 from tritone.errors import ConfigError, suggestion
@@ -26,6 +27,7 @@ OPTION_OF = {  # what an option of ours says already
     "max_num_seqs": "max_slots",
     "max_num_batched_tokens": "prefill_chunk_tokens",
     "enable_prefix_caching": "prefix_cache",
+    "load_format": "load_format",
 }
 OURS = {  # what this engine stands on
     "tokenizer",
@@ -64,6 +66,7 @@ def start(
     device: str,
     options: SlotOptions,
     prefix_cache: bool,
+    load_format: LoadFormat,
     engine_args: Mapping[str, Any],
     model: ModelOnVllm,
 ) -> Any:
@@ -71,7 +74,7 @@ def start(
 
     Raises ConfigError for a release of vLLM that lacks what is needed, and for engine_args that it refuses.
     """
-    arguments = _engine_args(folder, device, options, prefix_cache, engine_args, model)
+    arguments = _engine_args(folder, device, options, prefix_cache, load_format, engine_args, model)
     from vllm.v1.engine.llm_engine import LLMEngine
 
     try:
@@ -91,6 +94,7 @@ def _engine_args(
     device: str,
     options: SlotOptions,
     prefix_cache: bool,
+    load_format: LoadFormat,
     engine_args: Mapping[str, Any],
     model: ModelOnVllm,
 ) -> Any:
@@ -112,6 +116,7 @@ def _engine_args(
         "max_num_seqs": options.max_slots,
         "max_num_batched_tokens": options.max_slots + options.prefill_chunk_tokens,
         "enable_prefix_caching": prefix_cache,
+        "load_format": load_format,
         "worker_cls": f"tritone.engines.vllm.{place}_worker.Worker",
         "scheduler_cls": "tritone.engines.vllm.scheduler.WatchedScheduler",
         "additional_config": {"tritone": {"model": model.module, "layer": model.layer}},
@@ -138,6 +143,17 @@ def check_engine_args(engine_args: Mapping[str, Any], known: list[str], release:
             raise ConfigError(f"engine_args has {key} {value!r}, which this engine does not do", "remove it")
         if key not in known:
             raise ConfigError(f"engine_args: vLLM {release} has no '{key}'", suggestion(key, known))
+
+
+def spread(engine_args: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:
+    """engine_args of an engine on so many GPUs; ConfigError when they say another number themselves."""
+    given = engine_args.get("tensor_parallel_size", num_gpus)
+    if num_gpus > 1 and given != num_gpus:
+        raise ConfigError(
+            f"tensor_parallel_size is {given}, and `device` of the stage names {num_gpus} GPUs",
+            "leave it out",
+        )
+    return {**engine_args, "tensor_parallel_size": given}
 
 
 def prepare(device: str, engine_args: Mapping[str, Any]) -> str:

@@ -21,9 +21,11 @@ from msgspec import Meta
 
 from tritone.checkpoint import read_config
 from tritone.engines.base import BatchEngine, Chunk, Placement, Values, in_turns
+from tritone.engines.memory import Ground, LoadFormat, Term
 from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
 from tritone.networks.waveform_config import WaveformConfig
+from tritone.pipelines.qwen3_omni.memory import code2wav_terms
 from tritone.pipelines.qwen3_omni.wave_steps import Buckets
 from tritone.pipelines.qwen3_omni.waves import EagerWaves, Share, Waves
 from tritone.ports import Array
@@ -33,6 +35,7 @@ _WARM_UP_FRAMES = (4, 4)  # a stream's first pass and a later one take different
 
 @dataclass(frozen=True)
 class Code2WavOptions:
+    load_format: LoadFormat = "auto"  # dummy: random weights in the shapes of config.json, to measure with
     max_streams: Annotated[int, Meta(ge=1)] = 64  # more are refused UNAVAILABLE
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights, states and arithmetic
     cuda_graphs: bool = False  # on a GPU: each pass one launch, of chunks padded to one of a few sizes
@@ -175,18 +178,23 @@ class Code2Wav(WaveEngine):
     Options = Code2WavOptions
 
     @classmethod
+    def memory(cls, ground: Ground, options: Code2WavOptions) -> list[Term]:
+        return code2wav_terms(ground, options)
+
+    @classmethod
     def _make_waves(cls, placement: Placement, options: Code2WavOptions) -> Waves:
         torch = prepared_torch(placement)
 
         from tritone.networks.waveform_decoder import WaveformDecoder
-        from tritone.networks.weights import Weights
+        from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
 
+        dtype = getattr(torch, options.dtype)
         decoder = WaveformDecoder(
             codec_config(placement.checkpoint),
-            Weights(placement.checkpoint),
+            open_weights(placement, options.load_format, dtype),
             prefix="code2wav.",
             device=placement.device,
-            dtype=getattr(torch, options.dtype),
+            dtype=dtype,
         )
         if not cls._has_graphs(placement, options):
             return EagerWaves(decoder)

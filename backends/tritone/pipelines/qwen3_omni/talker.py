@@ -27,12 +27,14 @@ import numpy as np
 from msgspec import Meta
 
 from tritone.engines.base import DECODE, Delta, Placement, Values
+from tritone.engines.memory import Ground, LoadFormat, Term
 from tritone.engines.slot_engine import SlotEngine, SlotOptions, SlotSession
 from tritone.engines.text_writer import sampling_of
 from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import InvalidRequest, TritoneError
 from tritone.pipelines.qwen3_omni import check_speaker
 from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS, OmniConfig
+from tritone.pipelines.qwen3_omni.memory import talker_terms
 from tritone.ports import Array
 from tritone.sampling import Sampling
 
@@ -49,6 +51,7 @@ LONGEST_LOOP = 16  # frames; the repetition guard knows loops up to this length
 
 @dataclass(frozen=True)
 class TalkerOptions(SlotOptions):
+    load_format: LoadFormat = "auto"  # dummy: random weights in the shapes of config.json, to measure with
     max_looped_frames: Annotated[int, Meta(ge=0)] = 100  # then finish reason `repetition`; 0: never
     # How the codes of a frame after the first are drawn, unless the talker is greedy.
     residual_temperature: Annotated[float, Meta(gt=0)] = 1.0
@@ -124,7 +127,7 @@ class Talker(SlotEngine[_Session]):
     def __init__(self, placement: Placement, options: TalkerOptions) -> None:
         torch = prepared_torch(placement)
         from tritone.networks.decoder import Decoder, DecoderConfig
-        from tritone.networks.weights import Weights
+        from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
         from tritone.pipelines.qwen3_omni.frame import NOT_A_NUMBER, Codec, EagerFrames, FrameRow, Frames
         from tritone.pipelines.qwen3_omni.frame_graph import buckets_up_to, graph_frames
@@ -136,7 +139,7 @@ class Talker(SlotEngine[_Session]):
         shape = DecoderConfig.from_hf(config.talker["text_config"], family="qwen3_moe")
         options.check_context(shape.max_positions)
         dtype = getattr(torch, options.dtype)
-        weights = Weights(placement.checkpoint)
+        weights = open_weights(placement, options.load_format, dtype)
         graphs = self._has_graphs(placement, options)
         decoder = Decoder(
             shape,
@@ -189,6 +192,10 @@ class Talker(SlotEngine[_Session]):
         self._launched: deque[_Launched] = deque()
         self._counts["codec_frames"] = 0
         self._warm_up()
+
+    @classmethod
+    def memory(cls, ground: Ground, options: TalkerOptions) -> list[Term]:
+        return talker_terms(ground, options)
 
     @staticmethod
     def _has_graphs(placement: Placement, options: TalkerOptions) -> bool:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tritone.engines.base import Delta, Placement
+from tritone.engines.memory import Ground, Term
 from tritone.engines.text_engine import TextEngine
 from tritone.engines.torch_setup import prepared_torch
 from tritone.pipelines.qwen3_omni.config import OmniConfig
+from tritone.pipelines.qwen3_omni.memory import thinker_terms
 from tritone.pipelines.qwen3_omni.thinking import GREETING, ThinkerOptions, ThinkerSession, Thinking
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class Thinker(Thinking, TextEngine[ThinkerSession]):
         processor = load_processor(placement.checkpoint)
         from tritone.engines.text import ChatTokenizer
         from tritone.networks.decoder import Decoder, DecoderConfig
-        from tritone.networks.weights import Weights
+        from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.positions import positions_of
         from tritone.pipelines.qwen3_omni.prompt import PromptReader
         from tritone.pipelines.qwen3_omni.towers import Towers
@@ -46,7 +48,7 @@ class Thinker(Thinking, TextEngine[ThinkerSession]):
         shape = DecoderConfig.from_hf(config.thinker["text_config"], family="qwen3_moe")
         options.check_context(shape.max_positions)
         dtype = getattr(torch, options.dtype)
-        weights = Weights(placement.checkpoint)
+        weights = open_weights(placement, options.load_format, dtype)
         decoder = Decoder(
             shape,
             weights,
@@ -65,6 +67,10 @@ class Thinker(Thinking, TextEngine[ThinkerSession]):
         reader = PromptReader(config, tokenizer, processor, towers, options.max_context_tokens)
         self._think_with(options, config, tokenizer, reader)
         self._greet(GREETING)
+
+    @classmethod
+    def memory(cls, ground: Ground, options: ThinkerOptions) -> list[Term]:
+        return thinker_terms(ground, options)
 
     # -- the interface --------------------------------------------------------------------------------------
 

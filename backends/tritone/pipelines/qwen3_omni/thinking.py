@@ -24,6 +24,7 @@ import numpy as np
 from msgspec import Meta
 
 from tritone.engines.base import Delta, Value, Values
+from tritone.engines.memory import LoadFormat
 from tritone.engines.slot_engine import SlotOptions
 from tritone.engines.text_writer import TextSession, TextWriter
 from tritone.errors import InvalidRequest, TritoneError
@@ -43,6 +44,7 @@ GREETING = {"messages": '[{"role": "user", "content": [{"type": "text", "text": 
 
 @dataclass(frozen=True)
 class ThinkerOptions(SlotOptions):
+    load_format: LoadFormat = "auto"  # dummy: random weights in the shapes of config.json, to measure with
     system_prompt: str = ""  # for conversations without a system message
     prefix_cache: bool = True  # start a prompt from what the cache remembers of one with the same beginning
     video_fps: Annotated[float, Meta(gt=0)] = 2.0  # frames that are looked at a second

@@ -10,17 +10,19 @@ thinking.py. vLLM runs in a Python of its own (`python:` of the stage): README, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tritone.engines.base import Delta, Placement
+from tritone.engines.memory import Ground, Term
 from tritone.engines.torch_setup import prepared_torch
-from tritone.engines.vllm.engine_args import ModelOnVllm, prepare, start
+from tritone.engines.vllm.engine_args import ModelOnVllm, prepare, spread, start
 from tritone.engines.vllm.request import POSITION_UNIT, RunnerRequest, TappedRows
 from tritone.engines.vllm.text_engine import VllmTextEngine
 from tritone.pipelines.qwen3_omni.config import OmniConfig
+from tritone.pipelines.qwen3_omni.memory import vllm_thinker_terms
 from tritone.pipelines.qwen3_omni.thinking import GREETING, ThinkerOptions, ThinkerSession, Thinking
 from tritone.ports import Array
 
@@ -43,17 +45,19 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
     """Ports and settings: those of `Thinking`."""
 
     Options = VllmThinkerOptions
+    spans_gpus = True
 
     def __init__(self, placement: Placement, options: VllmThinkerOptions) -> None:
         super().__init__(options)
-        device = prepare(placement.device, options.engine_args)
+        engine_args = spread(options.engine_args, placement.num_gpus)
+        device = prepare(placement.device, engine_args)
         torch = prepared_torch(placement)
         from tritone.pipelines.qwen3_omni.processor import load_processor
 
         processor = load_processor(placement.checkpoint)
         from tritone.engines.text import ChatTokenizer
         from tritone.networks.decoder import DecoderConfig
-        from tritone.networks.weights import Weights
+        from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.prompt import PromptReader
         from tritone.pipelines.qwen3_omni.towers import Towers
 
@@ -70,16 +74,22 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
                 device,
                 options,
                 options.prefix_cache,
-                options.engine_args,
+                options.load_format,
+                engine_args,
                 model,
             )
         )
         tokenizer = ChatTokenizer(placement.checkpoint, processor.tokenizer.backend_tokenizer)
-        weights, dtype = Weights(placement.checkpoint), getattr(torch, options.dtype)
+        dtype = getattr(torch, options.dtype)
+        weights = open_weights(replace(placement, device=device), options.load_format, dtype)
         towers = Towers(config.thinker, weights, device, dtype)
         reader = PromptReader(config, tokenizer, processor, towers, options.max_context_tokens)
         self._think_with(options, config, tokenizer, reader)
         self._greet(GREETING)
+
+    @classmethod
+    def memory(cls, ground: Ground, options: VllmThinkerOptions) -> list[Term]:
+        return vllm_thinker_terms(ground, options)
 
     # -- the interface --------------------------------------------------------------------------------------
 

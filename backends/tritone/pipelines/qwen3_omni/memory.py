@@ -1,0 +1,279 @@
+"""What the engines of Qwen3-Omni will hold in memory, stage by stage, without torch and without loading.
+
+    config.json ─► sizes ─► elements of weights, as the safetensors headers have them or, for
+                     │      `load_format: dummy`, by arithmetic
+                     └────► KV cache, tables, states (exact); graphs, activations, media (at most)
+
+Exact terms are the very bytes of the tensors that an engine keeps. What a pass takes for a while, and what
+CUDA graphs keep for it, is estimated from the shapes of its largest layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tritone.checkpoint import released_elements
+from tritone.engines.memory import ITEM_BYTES, Ground, Term, gpu_share, product
+from tritone.networks.decoder_size import DecoderSize
+from tritone.networks.waveform_size import BATCH_FRAMES, WaveformSize
+from tritone.pipelines.qwen3_omni.config import OmniConfig
+
+if TYPE_CHECKING:
+    from tritone.pipelines.qwen3_omni.code2wav import Code2WavOptions
+    from tritone.pipelines.qwen3_omni.talker import TalkerOptions
+    from tritone.pipelines.qwen3_omni.thinking import ThinkerOptions
+    from tritone.pipelines.qwen3_omni.vllm_thinker import VllmThinkerOptions
+
+SHORTEST_GRAPH = 16  # rows of a piece of a prompt, as in prompt_graph.py
+PACKED_BYTES = 64  # of a frame's row, as in frame_buffers.py
+SPLITS = 8  # sums that a kernel may leave to be added up, of a row
+MIB = 1 << 20
+VLLM_SHARE = 0.9  # of a GPU, which vLLM fills when it is told nothing
+GRAPHS_SPARE_BYTES = 128 * MIB  # that graphs take beyond what they compute in: nodes, kernels, fragments
+
+
+@dataclass(frozen=True)
+class OmniSizes:
+    """Elements of every part of a checkpoint, named by the beginning of its tensors' names."""
+
+    config: OmniConfig
+
+    @classmethod
+    def read(cls, folder: Path) -> OmniSizes:
+        return cls(OmniConfig.read(folder))
+
+    @cached_property
+    def thinker(self) -> DecoderSize:
+        return DecoderSize.from_hf(self.config.thinker["text_config"])
+
+    @cached_property
+    def talker(self) -> DecoderSize:
+        return DecoderSize.from_hf(self.config.talker["text_config"])
+
+    @cached_property
+    def predictor(self) -> DecoderSize:
+        return DecoderSize.from_hf(self.config.talker["code_predictor_config"])
+
+    @cached_property
+    def code2wav(self) -> WaveformSize:
+        return WaveformSize.from_hf(self.config.code2wav)
+
+    @property
+    def residuals(self) -> int:
+        """Codes of a frame after the first."""
+        return int(self.config.talker["code_predictor_config"]["num_code_groups"]) - 1
+
+    def elements(self) -> dict[str, int]:
+        """Of the weights in the files, by arithmetic."""
+        thinker, talker, predictor = self.thinker, self.talker, self.predictor
+        wide = thinker.hidden
+        projection = wide * talker.inner + talker.inner + talker.inner * talker.hidden + talker.hidden
+        return {
+            "thinker.model.embed_tokens.": thinker.table,
+            "thinker.model.": thinker.stored,
+            "thinker.lm_head.": thinker.table,
+            "thinker.audio_tower.": _audio_elements(self.config.thinker["audio_config"]),
+            "thinker.visual.": _vision_elements(self.config.thinker["vision_config"]),
+            "talker.model.codec_embedding.": talker.table,
+            "talker.model.": talker.stored,
+            "talker.codec_head.": talker.table,
+            "talker.text_projection.": projection,
+            "talker.hidden_projection.": projection,
+            "talker.code_predictor.": predictor.stored + 2 * self.residuals * predictor.table,
+            "code2wav.": self.code2wav.stored,
+        }
+
+    def found(self, folder: Path) -> dict[str, int]:
+        """The same, as the headers of the files have it."""
+        parts = dict.fromkeys(self.elements(), 0)
+        by_length = sorted(parts, key=len, reverse=True)
+        for name, elements in released_elements(folder).items():
+            part = next((part for part in by_length if name.startswith(part)), None)
+            if part is not None:
+                parts[part] += elements
+        return parts
+
+
+def thinker_terms(ground: Ground, options: ThinkerOptions) -> list[Term]:
+    sizes, item = OmniSizes.read(ground.checkpoint), ITEM_BYTES[options.dtype]
+    size, config = sizes.thinker, sizes.config.thinker
+    rows = options.prefill_chunk_tokens + options.max_slots
+    return [
+        _weights(ground, options, sizes, ("thinker.",), size.held - size.stored),
+        _cache(size, options.max_slots, options.max_context_tokens, item),
+        Term(
+            "tables",
+            size.turns_bytes(options.max_context_tokens, item) + _tower_tables(config),
+            "positions of the decoder and of the media towers",
+        ),
+        Term(
+            "activations",
+            size.pass_elements(rows, options.max_context_tokens) * item
+            + 6 * options.max_slots * size.vocab * 4,
+            f"a pass of {rows:,} rows, and scores of {options.max_slots} × {size.vocab:,} in float32",
+            is_exact=False,
+            lower="prefill_chunk_tokens",
+        ),
+        _media(config, options.max_context_tokens, item),
+    ]
+
+
+def vllm_thinker_terms(ground: Ground, options: VllmThinkerOptions) -> list[Term]:
+    """On a GPU vLLM fills a share by itself; the towers, and what they compute in, lie beside it."""
+    if not ground.on_gpu:
+        return thinker_terms(ground, options)
+    sizes, config = OmniSizes.read(ground.checkpoint), OmniConfig.read(ground.checkpoint).thinker
+    return [
+        gpu_share(ground, float(options.engine_args.get("gpu_memory_utilization", VLLM_SHARE))),
+        _weights(ground, options, sizes, ("thinker.audio_tower.", "thinker.visual."), 0),
+        Term("tables", _tower_tables(config), "positions of the media towers"),
+        _media(config, options.max_context_tokens, ITEM_BYTES[options.dtype]),
+    ]
+
+
+def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
+    sizes, item = OmniSizes.read(ground.checkpoint), ITEM_BYTES[options.dtype]
+    size, predictor = sizes.talker, sizes.predictor
+    graphs = ground.on_gpu and options.cuda_graphs
+    slots, context = options.max_slots + graphs, options.max_context_tokens
+    frames = _bucket(1, options.max_slots)
+    more = size.held - size.stored + predictor.held - predictor.stored
+    places = sizes.residuals + 2
+    own, how = product(predictor.cache(frames, places), item)
+    tables = size.turns_bytes(context, item) + predictor.turns_bytes(places, item)
+    tables += size.vocab + 3 * size.hidden * item  # which ids are no codes, and rows that every prompt has
+    terms = [
+        _weights(ground, options, sizes, ("talker.", "thinker.model.embed_tokens."), more),
+        _cache(size, slots, context, item),
+        Term("code predictor's cache", own, how, lower="max_slots"),
+        Term("tables", tables, "positions, and rows of every prompt"),
+    ]
+    if not graphs:
+        rows = options.prefill_chunk_tokens + options.max_slots
+        held = size.pass_elements(rows, context) * item
+        return [*terms, Term("activations", held, f"a pass of {rows:,} rows", False, "prefill_chunk_tokens")]
+    rows = _bucket(SHORTEST_GRAPH, options.prefill_chunk_tokens)
+    buffers = _frame_buffers(sizes, frames, options.max_slots, item) + rows * (size.hidden * item + 24)
+    copied = 0 if options.kernels else 4 * frames * size.kv_heads * context * size.head_dim
+    held = max(size.pass_elements(rows, context), copied + size.pass_elements(frames, context)) * item
+    return [
+        *terms,
+        Term(
+            "static buffers", buffers, f"of {frames} frames and {rows} rows of a prompt", False, "max_slots"
+        ),
+        Term(
+            "CUDA graphs",
+            held + GRAPHS_SPARE_BYTES,
+            f"one pool: a pass of {rows} rows or {frames} frames, and {GRAPHS_SPARE_BYTES // MIB} MiB",
+            False,
+            "prefill_chunk_tokens",
+        ),
+    ]
+
+
+def code2wav_terms(ground: Ground, options: Code2WavOptions) -> list[Term]:
+    sizes, item = OmniSizes.read(ground.checkpoint), ITEM_BYTES[options.dtype]
+    size = sizes.code2wav
+    states, how = product({"streams": options.max_streams, "of a state": size.state}, item)
+    return [
+        _weights(ground, options, sizes, ("code2wav.",), size.held - size.stored),
+        Term("stream states", states, how, lower="max_streams"),
+        Term("tables", size.tables_bytes + size.turns * item, "positions and masks"),
+        Term(
+            "activations",
+            size.pass_elements * item,
+            f"a pass of {BATCH_FRAMES:,} frames: 4 × {size.samples_per_frame:,} samples × "
+            f"{size.last_channels} channels of each",
+            is_exact=False,
+        ),
+    ]
+
+
+# -- terms that engines share ------------------------------------------------------------------------------
+
+
+def _weights(ground: Ground, options: Any, sizes: OmniSizes, beginnings: tuple[str, ...], more: int) -> Term:
+    """Of the parts with such names, each read in full; more: elements that are held beyond the files."""
+    is_dummy = options.load_format == "dummy"
+    parts = sizes.elements() if is_dummy else sizes.found(ground.checkpoint)
+    stored = sum(count for part, count in parts.items() if part.startswith(beginnings))
+    item = ITEM_BYTES[options.dtype]
+    source = "config.json" if is_dummy else "the files"
+    how = f"({stored:,} by {source} {more:+,} as laid out) × {item} B, {options.dtype}"
+    return Term("weights", (stored + more) * item, how, lower="" if item == 2 else "dtype")
+
+
+def _cache(size: DecoderSize, slots: int, context_tokens: int, item: int) -> Term:
+    num_bytes, how = product(size.cache(slots, context_tokens), item)
+    return Term("KV cache", num_bytes, how, lower="max_slots or max_context_tokens")
+
+
+def _frame_buffers(sizes: OmniSizes, frames: int, slots: int, item: int) -> int:
+    """Bytes of what a captured frame reads, writes and computes in (frame_buffers.py, frame_kernels.py)."""
+    hidden, codes = sizes.talker.hidden, max(sizes.talker.vocab, sizes.predictor.vocab)
+    a_frame = PACKED_BYTES + hidden * item + 4 * (1 + sizes.residuals)
+    a_slot = hidden * item + sizes.talker.vocab
+    scores = frames * codes * 4
+    computed = 3 * frames * (SPLITS * hidden * 4 + (6 * hidden + 4 * sizes.talker.inner) * item)
+    return frames * a_frame + (slots + 1) * a_slot + scores + computed
+
+
+def _bucket(first: int, most: int) -> int:
+    """The largest of the sizes first, 2 first, 4 first … that are captured for up to `most`."""
+    size = first
+    while size < most:
+        size *= 2
+    return size
+
+
+# -- what sees and hears -----------------------------------------------------------------------------------
+
+
+def _audio_elements(config: Mapping[str, Any]) -> int:
+    d, inner, channels = config["d_model"], config["encoder_ffn_dim"], config["downsample_hidden_size"]
+    convolutions = 10 * channels + 2 * (9 * channels * channels + channels)
+    widened = d * channels * (config["num_mel_bins"] // 8)
+    layer = 4 * (d * d + d) + 2 * d * inner + inner + d + 4 * d
+    ends = 2 * d + d * d + d + config["output_dim"] * (d + 1)
+    return int(convolutions + widened + config["encoder_layers"] * layer + ends)
+
+
+def _vision_elements(config: Mapping[str, Any]) -> int:
+    h, inner, out = config["hidden_size"], config["intermediate_size"], config["out_hidden_size"]
+    wide = h * config["spatial_merge_size"] ** 2
+    block = 4 * h * h + 4 * h + 2 * h * inner + inner + h + 4 * h
+    merger = wide * wide + wide + out * wide + out
+    mergers = merger + 2 * h + len(config["deepstack_visual_indexes"]) * (merger + 2 * wide)
+    begin = h * _patch_values(config) + h + config["num_position_embeddings"] * h
+    return int(begin + config["depth"] * block + mergers)
+
+
+def _patch_values(config: Mapping[str, Any]) -> int:
+    return int(config["in_channels"] * config["temporal_patch_size"] * config["patch_size"] ** 2)
+
+
+def _tower_tables(config: Mapping[str, Any]) -> int:
+    """Bytes: places of the audio tower, and twice the frequencies of the vision tower, in float32."""
+    audio, vision = config["audio_config"], config["vision_config"]
+    frequencies = vision["hidden_size"] // vision["num_heads"] // 4
+    return int(audio["max_source_positions"] * audio["d_model"] * 4 + 2 * frequencies * 4)
+
+
+def _media(config: Mapping[str, Any], context_tokens: int, item: int) -> Term:
+    """What a tower computes in for a request whose media fill the context; one request at a time."""
+    audio, vision = config["audio_config"], config["vision_config"]
+    patches = context_tokens * vision["spatial_merge_size"] ** 2
+    features = len(vision["deepstack_visual_indexes"]) + 1
+    a_patch = _patch_values(vision) + 8 * vision["hidden_size"] + 2 * vision["intermediate_size"]
+    seen = patches * a_patch + context_tokens * features * vision["out_hidden_size"]
+    seconds = -(-context_tokens // int(config["position_id_per_seconds"]))
+    pieces = min(seconds, audio["conv_chunksize"])
+    convolved = audio["downsample_hidden_size"] * audio["num_mel_bins"] // 2 * audio["n_window"]
+    heard = 5 * pieces * convolved // 2
+    heard += context_tokens * (8 * audio["d_model"] + 2 * audio["encoder_ffn_dim"])
+    how = f"{patches:,} patches of pictures, or {seconds:,} s of sound, that fill the context"
+    return Term("media", max(seen, heard) * item, how, is_exact=False, lower="max_context_tokens")

@@ -1,0 +1,140 @@
+"""The memory that engines plan is the memory that their tensors take."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("torch", "transformers", "torchvision"):
+    pytest.importorskip(package)
+
+import qwen3_omni_oracle as oracle  # noqa: E402
+import qwen3_omni_real_size  # noqa: E402
+import torch  # noqa: E402
+
+from tritone.engines.base import Placement  # noqa: E402
+from tritone.engines.memory import Ground, Term  # noqa: E402
+from tritone.networks import waveform_decoder, waveform_size  # noqa: E402
+from tritone.pipelines.qwen3_omni.code2wav import Code2Wav, Code2WavOptions  # noqa: E402
+from tritone.pipelines.qwen3_omni.memory import OmniSizes  # noqa: E402
+from tritone.pipelines.qwen3_omni.processor import import_transformers  # noqa: E402
+from tritone.pipelines.qwen3_omni.talker import Talker, TalkerOptions  # noqa: E402
+from tritone.pipelines.qwen3_omni.thinker import Thinker, ThinkerOptions  # noqa: E402
+
+SLOTS = {"max_slots": 3, "max_context_tokens": 200, "prefill_chunk_tokens": 32}
+ENGINES = {
+    "thinker": (Thinker, ThinkerOptions(**SLOTS)),
+    "talker": (Talker, TalkerOptions(**SLOTS)),
+    "code2wav": (Code2Wav, Code2WavOptions(max_streams=3)),
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Path:
+    torch.set_num_threads(1)
+    return oracle.checkpoint()
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("real")
+    qwen3_omni_real_size.write_config(folder)
+    return folder
+
+
+def tensor_bytes() -> int:
+    """Of all tensors of this process, what they share counted once."""
+    gc.collect()
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for thing in gc.get_objects()
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu"
+        for storage in [thing.untyped_storage()]
+    }
+    return sum(storages.values())
+
+
+def planned(terms: list[Term]) -> dict[str, int]:
+    return {term.name: term.num_bytes for term in terms if term.is_exact}
+
+
+def held(build: Callable[[], Any]) -> tuple[Any, int]:
+    """An engine, and the bytes of its tensors, but for what its warm-up left in a slot."""
+    before = tensor_bytes()
+    engine = build()
+    if isinstance(engine, Talker):
+        engine._frames._spoken.clear()
+    return engine, tensor_bytes() - before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", ENGINES)
+def test_the_plan_is_what_the_tensors_take(checkpoint: Path, stage: str, dtype: str) -> None:
+    kind, options = ENGINES[stage]
+    options = replace(options, dtype=dtype)
+    plan = planned(kind.memory(Ground(stage, checkpoint, is_released=True), options))
+    kind(Placement(checkpoint), options)  # what a process makes once does not count
+    engine, num_bytes = held(lambda: kind(Placement(checkpoint), options))
+    states = plan.pop("stream states", 0)  # a stream's comes when it begins
+    assert num_bytes == sum(plan.values())
+    if stage == "code2wav":
+        assert states == options.max_streams * engine._decoder.state_bytes
+    else:
+        assert plan["KV cache"] == engine._decoder.cache.nbytes
+
+
+def test_dummy_weights_take_what_files_take(checkpoint: Path) -> None:
+    for stage, (kind, options) in ENGINES.items():
+        ground = Ground(stage, checkpoint, is_released=True)
+        dummy = kind.memory(ground, replace(options, load_format="dummy"))
+        assert planned(dummy) == planned(kind.memory(ground, options))
+
+
+def test_elements_are_those_of_the_reference_at_real_size(real: Path) -> None:
+    transformers = import_transformers()
+    config = transformers.Qwen3OmniMoeConfig.from_pretrained(real)
+    with torch.device("meta"):
+        model = transformers.Qwen3OmniMoeForConditionalGeneration(config)
+    parts = OmniSizes.read(real).elements()
+    found = dict.fromkeys(parts, 0)
+    for name, tensor in model.state_dict().items():
+        found[max((part for part in parts if name.startswith(part)), key=len)] += tensor.numel()
+    assert found == parts
+
+
+def test_a_gpu_takes_graphs_and_one_slot_more(real: Path) -> None:
+    options = TalkerOptions(
+        max_slots=64, max_context_tokens=4096, prefill_chunk_tokens=256, dtype="bfloat16", load_format="dummy"
+    )
+    ground = Ground("talker", real, is_released=True, on_gpu=True)
+    terms = {term.name: term for term in Talker.memory(ground, options)}
+    assert terms["KV cache"].num_bytes == 20 * 2 * 65 * 2 * 4096 * 128 * 2
+    assert terms["KV cache"].how == (
+        "20 layers × 2 (keys, values) × 65 slots × 2 heads × 4,096 tokens × 128 of a head × 2 B"
+    )
+    assert not terms["CUDA graphs"].is_exact and terms["CUDA graphs"].num_bytes > 128 << 20
+    eager = {term.name for term in Talker.memory(ground, replace(options, cuda_graphs=False))}
+    assert "CUDA graphs" not in eager and "activations" in eager
+    # What plain torch copies of the cache for a frame is no small part.
+    plain = {term.name: term for term in Talker.memory(ground, replace(options, kernels=False))}
+    assert plain["CUDA graphs"].num_bytes > terms["CUDA graphs"].num_bytes + (256 << 20)
+
+
+def test_limits_of_a_pass_are_those_of_the_decoder() -> None:
+    assert waveform_size.PASS_FRAMES == waveform_decoder.MAX_PASS_FRAMES
+    assert waveform_size.BATCH_FRAMES == waveform_decoder.MAX_BATCH_FRAMES
+
+
+def test_weights_that_are_missing_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ground = Ground("talker", tmp_path, is_released=True)
+    with pytest.raises(Exception, match="no weights"):
+        Talker.memory(ground, TalkerOptions(**SLOTS))
+    assert Talker.memory(ground, TalkerOptions(**SLOTS, load_format="dummy"))
