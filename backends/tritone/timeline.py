@@ -169,7 +169,10 @@ class Timeline:
         return told
 
     def _stage(self, name: str) -> StageTimeline:
-        return self.stages.setdefault(name, StageTimeline())
+        stage = self.stages.get(name)
+        if stage is None:
+            stage = self.stages[name] = StageTimeline()
+        return stage
 
     def _since(self, at_s: float) -> float:
         return round(at_s - self.received_s, 6)
