@@ -119,16 +119,12 @@ def export(decoder: Any, file: Path) -> None:
             return wave, memory, frames.unsqueeze(1)
 
     rows, length = 2, 5  # of the example; neither is special to a trace, as 0 and 1 are
-    column = torch.ones((rows, 1), dtype=torch.int32)
-    example = (
-        torch.zeros(rows, decoder.memory_size),
-        column,
-        torch.zeros((rows, length, decoder.num_codebooks), dtype=torch.int32),
-        column * 3,
-        column,
-    )
+    # Tensors of their own: a trace takes one that is given twice for one input.
+    frames, valid, start = (torch.full((rows, 1), value, dtype=torch.int32) for value in (4, 3, 1))
+    codes = torch.zeros((rows, length, decoder.num_codebooks), dtype=torch.int32)
+    example = (torch.zeros(rows, decoder.memory_size), frames, codes, valid, start)
     batch = torch.export.Dim("batch", min=1, max=1024)
-    frames = torch.export.Dim("frames", min=1, max=MAX_PASS_FRAMES)
+    length_dim = torch.export.Dim("length", min=1, max=MAX_PASS_FRAMES)
     by_row = {0: batch}
     program = torch.onnx.export(
         Step().eval(),
@@ -137,7 +133,7 @@ def export(decoder: Any, file: Path) -> None:
         opset_version=OPSET,
         input_names=INPUTS,
         output_names=OUTPUTS,
-        dynamic_shapes=(by_row, by_row, {0: batch, 1: frames}, by_row, by_row),
+        dynamic_shapes=(by_row, by_row, {0: batch, 1: length_dim}, by_row, by_row),
         verbose=False,
     )
     assert program is not None
