@@ -22,7 +22,7 @@ from tritone_client import TextDelta  # noqa: E402
 PYTHON = os.environ.get("TRITONE_VLLM_PYTHON")
 PIPELINE = "qwen3_omni"
 CASES = cases()
-ASKED = ("text", "image_audio", "video")
+ASKED = ("text", "image_audio", "video_audio")
 
 pytestmark = [
     pytest.mark.server,
@@ -64,6 +64,7 @@ def options_of(case):
         "images": case.image_files,
         "audios": case.audio_files,
         "videos": case.video_files,
+        "use_audio_in_video": case.use_audio_in_video or None,
         "speaker": case.speaker,
         "sampling": {
             "thinker": {"temperature": 0, "max_tokens": case.thinker_max_tokens},

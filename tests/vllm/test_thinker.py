@@ -123,7 +123,7 @@ def test_who_has_to_make_room_gives_the_same_answer(tight, torch_thinker, monkey
         return preempt(*arguments, **named)
 
     monkeypatch.setattr(scheduler, "_preempt_request", count)
-    settings = {"ignore_eos": True, "max_tokens": 60}
+    settings = {"ignore_eos": True, "max_tokens": 48}
     for name in TOGETHER:
         tight.ask(name, CASES[name], **settings)
     answers = tight.run(*TOGETHER)

@@ -57,12 +57,13 @@ class Conversations:
             {"sampling": settings, "speaks": speaks, "use_audio_in_video": case.use_audio_in_video},
         )
 
-    def turn(self) -> None:
-        """One step, if there is anything to do."""
+    def turn(self) -> bool:
+        """One step, if there is anything to do; whether anything came of it."""
         if not self.engine.has_work:
             time.sleep(0.002)  # media are being read
-            return
-        for delta in self.engine.step():
+            return False
+        deltas = self.engine.step()
+        for delta in deltas:
             answer = self.answers[delta.session]
             assert not answer.ended, "nothing comes after the last delta"
             answer.text += str(delta.outputs.get("text", ""))
@@ -72,13 +73,15 @@ class Conversations:
                     assert port not in answer.handed
                     answer.handed[port] = np.asarray(delta.outputs[port])
             answer.reason, answer.usage, answer.error = delta.finish_reason, dict(delta.usage), delta.error
+        return bool(deltas)
 
     def run(self, *names: str) -> dict[str, Answer]:
         """Turn until these have ended, and nothing is left of them."""
         deadline_s = time.monotonic() + PATIENCE_S
         while not all(self.answers[name].ended for name in names):
             assert time.monotonic() < deadline_s, f"{names} never end"
-            self.turn()
+            if self.turn():
+                deadline_s = time.monotonic() + PATIENCE_S
         self.engine.check_integrity()
         return {name: self.answers.pop(name) for name in names}
 

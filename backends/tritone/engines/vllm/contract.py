@@ -47,6 +47,8 @@ PUBLIC = (
             "limit_mm_per_prompt",
             "mm_processor_cache_gb",
             "skip_mm_profiling",
+            "disable_log_stats",
+            "block_size",
             "num_gpu_blocks_override",
             "tensor_parallel_size",
         ),
@@ -55,6 +57,7 @@ PUBLIC = (
         "vllm.v1.engine.llm_engine",
         "LLMEngine",
         ("from_engine_args", "add_request", "step", "abort_request", "has_unfinished_requests"),
+        mentions=("self.engine_core",),
     ),
     Part(
         "vllm.sampling_params",
@@ -134,13 +137,14 @@ INTERNAL = (
     Part(
         "vllm.v1.core.sched.scheduler",
         "Scheduler",
-        ("schedule", "update_from_output"),
-        mentions=("self.kv_cache_manager", "self.running", "self.cache_config"),
+        ("schedule", "update_from_output", "get_request_counts"),
+        mentions=("self.kv_cache_manager", "self.cache_config"),
     ),
     Part("vllm.v1.core.kv_cache_manager", "KVCacheManager", mentions=("self.block_pool",)),
     Part("vllm.v1.core.block_pool", "BlockPool", ("get_num_free_blocks",), mentions=("self.num_gpu_blocks",)),
     Part("vllm.v1.outputs", "ModelRunnerOutput", ("sampled_token_ids",)),
-    Part("vllm.v1.engine.core_client", "InprocClient", mentions=("self.engine_core", "shutdown")),
+    Part("vllm.v1.engine.core_client", "InprocClient", ("shutdown",), mentions=("self.engine_core",)),
+    Part("vllm.v1.engine.core", "EngineCore", mentions=("self.scheduler",)),
 )
 EVERYTHING = PUBLIC + INTERNAL
 

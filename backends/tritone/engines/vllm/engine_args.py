@@ -118,6 +118,7 @@ def _engine_args(
         "async_scheduling": False,  # a step's rows are read before the next begins
         "mm_processor_cache_gb": 0,
         "skip_mm_profiling": True,
+        "disable_log_stats": True,
     }
     if device == "cpu":
         ours |= _cpu_cache(options, model)

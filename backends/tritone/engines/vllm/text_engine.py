@@ -51,11 +51,11 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
 
     def stats(self) -> dict[str, int | float]:
         scheduler = self._scheduler
-        running = len(scheduler.running)
+        running, waiting = scheduler.get_request_counts()
         return {
             "active": len(self._sessions),
             "running": running,
-            "waiting": len(self._sessions) - running,
+            "waiting": waiting,
             "slots": self._slot_options.max_slots,
             "kv_tokens": (scheduler.blocks - scheduler.free_blocks) * scheduler.cache_config.block_size,
             "kv_capacity_tokens": scheduler.blocks * scheduler.cache_config.block_size,
