@@ -22,7 +22,7 @@ from tritone_client import TextDelta  # noqa: E402
 PYTHON = os.environ.get("TRITONE_VLLM_PYTHON")
 PIPELINE = "qwen3_omni"
 CASES = cases()
-ASKED = ("text", "image_audio", "video_audio")
+ASKED = ("stops", "image_audio", "video")
 
 pytestmark = [
     pytest.mark.server,
@@ -79,7 +79,7 @@ async def test_answers_are_the_references(server, expected):
         answers = await asyncio.gather(*(client.ask(None, **options_of(CASES[name])) for name in ASKED))
     for name, answer in zip(ASKED, answers, strict=True):
         wanted = expected[name]
-        assert answer.text == wanted.text
+        assert answer.text == wanted.text.rstrip("\ufffd")  # of a character that is cut nothing is told
         assert answer.samples.shape == wanted.waveform.shape
         assert np.abs(answer.samples - wanted.waveform).max() <= 1e-4
         assert answer.done.usage["prompt_tokens"] == len(wanted.prompt_ids)
