@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from thinkers import CASES, assert_equal
+from tritone.engines.vllm.row_memory import RowMemory
 
 TEXT, MEDIA = "stops", "image_audio"
 TOGETHER = ("cut", "image_audio", "video_audio", "turns")
@@ -70,12 +71,35 @@ def test_media_seen_before_are_not_computed_again_for_text(roomy, expected):
     assert again.text == first.text and again.handed == {}
 
 
-def test_a_talker_gets_its_rows_whatever_the_cache_holds(roomy, torch_thinker):
-    case = longer(CASES[MEDIA])
-    for _ in range(2):
-        answer = roomy.one("speaks", case)
-        assert answer.usage["cached_tokens"] == 0
-        assert_equal(answer, torch_thinker.one("speaks", case))
+def test_a_talker_gets_its_rows_whatever_the_cache_holds(roomy, torch_thinker, monkeypatch):
+    case = longer(CASES["turns"])
+    wanted = torch_thinker.one("speaks", case)
+    roomy.one("silent", case, speaks=False)
+    afresh = roomy.one("afresh", case)
+    assert afresh.usage["cached_tokens"] == 0, "the rows of media have to be computed for the talker"
+    remembered = roomy.one("remembered", case)
+    assert remembered.usage["cached_tokens"] > 0
+    monkeypatch.setattr(roomy.engine, "_memory", RowMemory(0))
+    forgotten = roomy.one("forgotten", case)
+    assert forgotten.usage["cached_tokens"] == 0
+    for answer in (afresh, remembered, forgotten):
+        assert_equal(answer, wanted)
+
+
+def test_the_next_turn_of_a_conversation_begins_in_the_cache(roomy, torch_thinker):
+    """With a picture more, of which alone the rows are new."""
+    first = longer(CASES["image_audio"])
+    roomy.one("first", first)
+    question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}]}
+    answered = {"role": "assistant", "content": [{"type": "text", "text": "It is a dog."}]}
+    following = dataclasses.replace(
+        first,
+        messages=(*first.messages, answered, question),
+        images=(*first.images, CASES["turns"].images[0]),
+    )
+    answer = roomy.one("next", following)
+    assert answer.usage["cached_tokens"] > 0
+    assert_equal(answer, torch_thinker.one("next", following))
 
 
 def test_other_media_in_the_same_words_are_told_apart(roomy, torch_thinker):
@@ -126,6 +150,7 @@ def test_who_has_to_make_room_gives_the_same_answer(tight, torch_thinker, monkey
     settings = {"ignore_eos": True, "max_tokens": 48}
     for name in TOGETHER:
         tight.ask(name, CASES[name], **settings)
+    tight.wait_for_media()
     answers = tight.run(*TOGETHER)
     assert preempted, "the cache held all of them"
     for name, answer in answers.items():

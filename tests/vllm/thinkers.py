@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ class Conversations:
             inputs,
             {"sampling": settings, "speaks": speaks, "use_audio_in_video": case.use_audio_in_video},
         )
+
+    def wait_for_media(self) -> None:
+        """Until every prompt could begin in the next step."""
+        reading = [session.reading for session in self.engine._sessions.values() if session.reading]
+        assert not wait(reading, PATIENCE_S).not_done
 
     def turn(self) -> bool:
         """One step, if there is anything to do; whether anything came of it."""
