@@ -112,7 +112,9 @@ def _stage_config(deploy: Deploy, stage: Stage) -> pb.ModelConfig:
         batching.oldest.max_candidate_sequences = 2 * deploy.max_in_flight + SPARE_SEQUENCES
         batching.oldest.max_queue_delay_microseconds = int(settings.max_queue_delay_ms * 1e3)
     kind = pb.ModelInstanceGroup.KIND_GPU if settings.device == "gpu" else pb.ModelInstanceGroup.KIND_CPU
-    config.instance_group.add(kind=kind, count=settings.instances)
+    group = config.instance_group.add(kind=kind, count=settings.instances)
+    if settings.device == "gpu" and getattr(settings.options, "gpus", 1) > 1:
+        group.gpus.append(0)  # one engine, which spreads from there; Triton would start one on every GPU
     return config
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tritone import deploy
+from tritone import deploy, pbtxt
 from tritone.engines.vllm.engine_args import check_engine_args, prepare
 from tritone.errors import ConfigError
 
@@ -27,6 +27,15 @@ def test_a_deploy_file_is_read_without_vllm():
     assert stage.options.max_slots == 4 and stage.options.prefill_chunk_tokens == 2048
     assert stage.options.engine_args == {"quantization": "fp8", "compilation_config": {"level": 3}}
     assert "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize(("tensor_parallel", "gpus"), [(1, []), (4, [0])])
+def test_a_stage_of_many_gpus_is_one_instance(tensor_parallel, gpus):
+    engine = {"kind": "vllm", "engine_args": {"tensor_parallel_size": tensor_parallel}}
+    given = {"pipeline": "qwen3_omni", "stages": {"thinker": {"device": "gpu", "engine": engine}}}
+    read = deploy.from_mapping(given, "deploy.yaml")
+    [group] = pbtxt._stage_config(read, read.pipeline.stage("thinker")).instance_group
+    assert list(group.gpus) == gpus and group.count == 1
 
 
 def test_an_option_beside_them_is_refused_when_the_file_is_read():

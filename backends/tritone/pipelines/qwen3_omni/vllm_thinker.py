@@ -41,6 +41,11 @@ class VllmThinkerOptions(ThinkerOptions):
     remembered_bytes: Annotated[int, Meta(ge=0)] = 256 << 20  # of media's hidden states, for the next turn
     engine_args: dict[str, Any] = field(default_factory=dict)  # to vLLM's EngineArgs, unchanged
 
+    @property
+    def gpus(self) -> int:
+        """How many GPUs one engine takes."""
+        return int(self.engine_args.get("tensor_parallel_size", 1))
+
 
 class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
     """Ports and settings: those of `Thinking`."""
@@ -51,9 +56,9 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
         super().__init__(options)
         device = prepare(placement.device, options.engine_args)
         torch = prepared_torch(placement)
-        from tritone.pipelines.qwen3_omni.processor import load_processor
+        from tritone.pipelines.qwen3_omni.processor import import_transformers, load_processor
 
-        processor = load_processor(placement.checkpoint)
+        import_transformers()
         from tritone.engines.text import ChatTokenizer
         from tritone.networks.decoder import DecoderConfig
         from tritone.networks.weights import Weights
@@ -78,6 +83,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
                 model,
             )
         )
+        processor = load_processor(placement.checkpoint)
         tokenizer = ChatTokenizer(placement.checkpoint, processor.tokenizer.backend_tokenizer)
         weights, dtype = Weights(placement.checkpoint), getattr(torch, options.dtype)
         towers = Towers(config.thinker, weights, device, dtype)
