@@ -7,6 +7,7 @@ else of vLLM is used: a test reads our sources and compares.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ class Part:
     name: str
     attributes: tuple[str, ...] = ()  # of the class; a field of a dataclass or named tuple counts
     parameters: tuple[str, ...] = ()  # of the call
-    mentions: tuple[str, ...] = ()  # words of its source: names that exist only while it runs
+    mentions: tuple[str, ...] = ()  # words of its module: names that exist only while it runs
 
 
 PUBLIC = (
@@ -166,6 +167,11 @@ def check(more: tuple[Part, ...] = ()) -> None:
         )
 
 
+@functools.cache
+def _source(module: str) -> str:
+    return inspect.getsource(importlib.import_module(module))
+
+
 def _missing(part: Part) -> Iterator[str]:
     try:
         found = getattr(importlib.import_module(part.module), part.name)
@@ -179,5 +185,5 @@ def _missing(part: Part) -> Iterator[str]:
     )
     called = inspect.signature(found).parameters if part.parameters else {}
     yield from (f"{part.name}({name})" for name in part.parameters if name not in called)
-    source = inspect.getsource(found) if part.mentions else ""
+    source = _source(part.module) if part.mentions else ""
     yield from (f"{part.name} with {word}" for word in part.mentions if word not in source)
