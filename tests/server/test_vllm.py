@@ -22,7 +22,7 @@ from tritone_client import TextDelta  # noqa: E402
 PYTHON = os.environ.get("TRITONE_VLLM_PYTHON")
 PIPELINE = "qwen3_omni"
 CASES = cases()
-ASKED = ("text", "image_audio", "video")
+ASKED = ("stops", "image_audio", "video")
 
 pytestmark = [
     pytest.mark.server,
@@ -64,6 +64,7 @@ def options_of(case):
         "images": case.image_files,
         "audios": case.audio_files,
         "videos": case.video_files,
+        "use_audio_in_video": case.use_audio_in_video or None,
         "speaker": case.speaker,
         "sampling": {
             "thinker": {"temperature": 0, "max_tokens": case.thinker_max_tokens},
@@ -78,7 +79,7 @@ async def test_answers_are_the_references(server, expected):
         answers = await asyncio.gather(*(client.ask(None, **options_of(CASES[name])) for name in ASKED))
     for name, answer in zip(ASKED, answers, strict=True):
         wanted = expected[name]
-        assert answer.text == wanted.text
+        assert answer.text == wanted.text.rstrip("\ufffd")  # of a character that is cut nothing is told
         assert answer.samples.shape == wanted.waveform.shape
         assert np.abs(answer.samples - wanted.waveform).max() <= 1e-4
         assert answer.done.usage["prompt_tokens"] == len(wanted.prompt_ids)

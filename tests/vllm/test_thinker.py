@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from thinkers import CASES, assert_equal
+from tritone.engines.vllm.row_memory import RowMemory
 
 TEXT, MEDIA = "stops", "image_audio"
 TOGETHER = ("cut", "image_audio", "video_audio", "turns")
@@ -70,20 +71,45 @@ def test_media_seen_before_are_not_computed_again_for_text(roomy, expected):
     assert again.text == first.text and again.handed == {}
 
 
-def test_a_talker_gets_its_rows_whatever_the_cache_holds(roomy, torch_thinker):
-    case = longer(CASES[MEDIA])
-    for _ in range(2):
-        answer = roomy.one("speaks", case)
-        assert answer.usage["cached_tokens"] == 0
-        assert_equal(answer, torch_thinker.one("speaks", case))
+def test_a_talker_gets_its_rows_whatever_the_cache_holds(roomy, torch_thinker, monkeypatch):
+    case = longer(CASES["turns"])
+    monkeypatch.setattr(roomy.engine, "_memory", RowMemory(1 << 20))
+    wanted = torch_thinker.one("speaks", case)
+    roomy.one("silent", case, speaks=False)
+    afresh = roomy.one("afresh", case)
+    assert afresh.usage["cached_tokens"] == 0, "the rows of media have to be computed for the talker"
+    remembered = roomy.one("remembered", case)
+    assert remembered.usage["cached_tokens"] > 0
+    monkeypatch.setattr(roomy.engine, "_memory", RowMemory(0))
+    forgotten = roomy.one("forgotten", case)
+    assert forgotten.usage["cached_tokens"] == 0
+    for answer in (afresh, remembered, forgotten):
+        assert_equal(answer, wanted)
+
+
+def test_the_next_turn_of_a_conversation_begins_in_the_cache(roomy, torch_thinker):
+    """With a picture more, of which alone the rows are new."""
+    first = longer(CASES["image_audio"])
+    roomy.one("first", first)
+    question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}]}
+    answered = {"role": "assistant", "content": [{"type": "text", "text": "It is a dog."}]}
+    following = dataclasses.replace(
+        first,
+        messages=(*first.messages, answered, question),
+        images=(*first.images, CASES["turns"].images[0]),
+    )
+    answer = roomy.one("next", following)
+    assert answer.usage["cached_tokens"] > 0
+    assert_equal(answer, torch_thinker.one("next", following))
 
 
 def test_other_media_in_the_same_words_are_told_apart(roomy, torch_thinker):
     case = longer(CASES[MEDIA])
     other = dataclasses.replace(case, images=tuple(255 - image for image in case.images))
-    answers = [roomy.one("x", each, speaks=False, max_tokens=40).text for each in (case, other, case)]
+    sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 40}
+    answers = [roomy.one("x", each, speaks=False, **sampled).text for each in (case, other, case)]
     assert answers[0] == answers[2] != answers[1]
-    assert answers[1] == torch_thinker.one("x", other, speaks=False, max_tokens=40).text
+    assert_equal(roomy.one("x", other), torch_thinker.one("x", other))
 
 
 def longer(case):
@@ -123,9 +149,10 @@ def test_who_has_to_make_room_gives_the_same_answer(tight, torch_thinker, monkey
         return preempt(*arguments, **named)
 
     monkeypatch.setattr(scheduler, "_preempt_request", count)
-    settings = {"ignore_eos": True, "max_tokens": 60}
+    settings = {"ignore_eos": True, "max_tokens": 48}
     for name in TOGETHER:
         tight.ask(name, CASES[name], **settings)
+    tight.wait_for_media()
     answers = tight.run(*TOGETHER)
     assert preempted, "the cache held all of them"
     for name, answer in answers.items():

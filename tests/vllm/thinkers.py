@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,18 @@ class Conversations:
             {"sampling": settings, "speaks": speaks, "use_audio_in_video": case.use_audio_in_video},
         )
 
-    def turn(self) -> None:
-        """One step, if there is anything to do."""
+    def wait_for_media(self) -> None:
+        """Until every prompt could begin in the next step."""
+        reading = [session.reading for session in self.engine._sessions.values() if session.reading]
+        assert not wait(reading, PATIENCE_S).not_done
+
+    def turn(self) -> bool:
+        """One step, if there is anything to do; whether anything came of it."""
         if not self.engine.has_work:
             time.sleep(0.002)  # media are being read
-            return
-        for delta in self.engine.step():
+            return False
+        deltas = self.engine.step()
+        for delta in deltas:
             answer = self.answers[delta.session]
             assert not answer.ended, "nothing comes after the last delta"
             answer.text += str(delta.outputs.get("text", ""))
@@ -72,13 +79,15 @@ class Conversations:
                     assert port not in answer.handed
                     answer.handed[port] = np.asarray(delta.outputs[port])
             answer.reason, answer.usage, answer.error = delta.finish_reason, dict(delta.usage), delta.error
+        return bool(deltas)
 
     def run(self, *names: str) -> dict[str, Answer]:
         """Turn until these have ended, and nothing is left of them."""
         deadline_s = time.monotonic() + PATIENCE_S
         while not all(self.answers[name].ended for name in names):
             assert time.monotonic() < deadline_s, f"{names} never end"
-            self.turn()
+            if self.turn():
+                deadline_s = time.monotonic() + PATIENCE_S
         self.engine.check_integrity()
         return {name: self.answers.pop(name) for name in names}
 

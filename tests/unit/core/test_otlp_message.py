@@ -59,7 +59,7 @@ def exporter(collector):
         {"attributes": {"reasons": ["stop", "length"], "nothing": [], "steps": (1, 2)}},
         {"attributes": {"mean": np.float64(1.5)}},
     ],
-    ids=str,
+    ids=lambda facts: " ".join(facts) or "nothing",
 )
 def test_a_message_is_byte_for_byte_that_of_the_sdk(exporter, facts):
     spans = [span(**facts), span(parent=FOREIGN), span(**facts)]

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tritone import deploy
-from tritone.engines.vllm.engine_args import check_engine_args, prepare
+from tritone import deploy, pbtxt
+from tritone.engines.vllm.engine_args import check_engine_args, prepare, spread
 from tritone.errors import ConfigError
 
 KNOWN = ["model", "max_num_seqs", "gpu_memory_utilization", "quantization", "pipeline_parallel_size"]
@@ -27,6 +27,30 @@ def test_a_deploy_file_is_read_without_vllm():
     assert stage.options.max_slots == 4 and stage.options.prefill_chunk_tokens == 2048
     assert stage.options.engine_args == {"quantization": "fp8", "compilation_config": {"level": 3}}
     assert "vllm" not in sys.modules
+
+
+def test_a_stage_of_many_gpus_is_one_instance():
+    stage = {"device": ["gpu:0", "gpu:1"], "engine": {"kind": "vllm"}}
+    read = deploy.from_mapping({"pipeline": "qwen3_omni", "stages": {"thinker": stage}}, "deploy.yaml")
+    [group] = pbtxt._stage_config(read, read.pipeline.stage("thinker")).instance_group
+    assert group.kind == group.KIND_MODEL and group.count == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "num_gpus", "size"), [({}, 1, 1), ({}, 4, 4), ({"tensor_parallel_size": 2}, 1, 2)]
+)
+def test_one_engine_is_spread_over_the_gpus_of_its_stage(given, num_gpus, size):
+    assert spread({"quantization": "fp8", **given}, num_gpus) == {
+        "quantization": "fp8",
+        "tensor_parallel_size": size,
+    }
+
+
+def test_another_number_of_gpus_than_the_stage_has():
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size is 2, and `device` of the stage names 4 GPUs"
+    ):
+        spread({"tensor_parallel_size": 2}, 4)
 
 
 def test_an_option_beside_them_is_refused_when_the_file_is_read():

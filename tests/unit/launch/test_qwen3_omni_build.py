@@ -179,6 +179,15 @@ class TestRealSize:
             real_size.main([str(tmp_path)])
 
 
+def test_the_wide_thinker_suits_vllm_on_a_cpu():
+    config = script.model_config(script.token_ids(), wide=True)
+    thinker, talker = config["thinker_config"], config["talker_config"]
+    text = thinker["text_config"]
+    assert text["head_dim"] == 32 == 2 * sum(text["rope_scaling"]["mrope_section"])
+    assert talker["accept_hidden_layer"] > len(thinker["vision_config"]["deepstack_visual_indexes"])
+    assert talker["text_config"]["head_dim"] == 16
+
+
 class TestMain:
     @pytest.fixture
     def builds(self, tmp_path: Path, monkeypatch) -> list[Path]:
@@ -194,6 +203,11 @@ class TestMain:
         monkeypatch.setattr(script, "build", build)
         monkeypatch.setattr(script, "check_parity", lambda folder: None)
         return seen
+
+    def test_the_wide_one_lies_beside_the_other(self, builds, capsys):
+        assert script.main(["--wide"]) == 0
+        assert script.is_complete(checkpoint_dir(script.WIDE))
+        assert not checkpoint_dir(script.PIPELINE).exists()
 
     def test_a_second_run_does_nothing(self, builds, capsys):
         assert script.main([]) == 0 and script.main([]) == 0

@@ -123,6 +123,7 @@ def _engine_args(
         "async_scheduling": False,  # a step's rows are read before the next begins
         "mm_processor_cache_gb": 0,
         "skip_mm_profiling": True,
+        "disable_log_stats": True,
     }
     if device == "cpu":
         ours |= _cpu_cache(options, model)
@@ -186,7 +187,7 @@ def prepare(device: str, engine_args: Mapping[str, Any]) -> str:
         raise ConfigError(
             f"the stage begins at {device} and tensor_parallel_size is {tensor_parallel}, but"
             f" {len(seen)} GPUs are visible",
-            "give it GPUs that follow each other",
+            "name as many in its `device`, e.g. [gpu:0, gpu:1]",
         )
     # vLLM takes the first GPUs that it sees.
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[i] if seen else str(i) for i in wanted)

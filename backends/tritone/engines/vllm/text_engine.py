@@ -29,6 +29,7 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
 
         self._llm, self._params, self._delta_kind = llm, SamplingParams, RequestOutputKind.DELTA
         self._scheduler = llm.engine_core.engine_core.scheduler
+        self._requests: dict[str, RunnerRequest] = {}  # of sessions that vLLM has
 
     # -- the interface --------------------------------------------------------------------------------------
 
@@ -38,6 +39,7 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
             return deltas
         outputs = self._llm.step()
         self._counts["steps"] += 1
+        self._take_tapped()
         return [*deltas, *self._take_begun(), *self._take_drawn(outputs)]
 
     @property
@@ -46,16 +48,16 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
 
     def abort(self, session: str) -> None:
         self._refused = [delta for delta in self._refused if delta.session != session]
-        if self._sessions.pop(session, None) is not None:
+        if self._sessions.pop(session, None) is not None and self._requests.pop(session, None) is not None:
             self._llm.abort_request([session])
 
     def stats(self) -> dict[str, int | float]:
         scheduler = self._scheduler
-        running = len(scheduler.running)
+        running, waiting = scheduler.get_request_counts()
         return {
             "active": len(self._sessions),
             "running": running,
-            "waiting": len(self._sessions) - running,
+            "waiting": waiting,
             "slots": self._slot_options.max_slots,
             "kv_tokens": (scheduler.blocks - scheduler.free_blocks) * scheduler.cache_config.block_size,
             "kv_capacity_tokens": scheduler.blocks * scheduler.cache_config.block_size,
@@ -69,6 +71,7 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
     def check_integrity(self) -> None:
         """AssertionError unless sessions and vLLM's requests agree, and nobody holds blocks of the cache."""
         assert not self._scheduler.begun and not self._scheduler.tapped
+        assert self._requests.keys() <= self._sessions.keys()
         if not self._sessions:
             assert not self._llm.has_unfinished_requests()
             assert self._scheduler.free_blocks == self._scheduler.blocks
@@ -85,7 +88,11 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
 
     @abstractmethod
     def _take_rows(self, session: T, tapped: TappedRows) -> None:
-        """Hidden states of wanted rows; rows come again when vLLM has to compute a prompt anew."""
+        """Hidden states of wanted rows; they come again where vLLM computes rows anew."""
+
+    def _has_rows(self, session: T) -> bool:
+        """All wanted rows have come; else the prompt is read again, from none of what the cache holds."""
+        return True
 
     def _begun(self, session: T) -> list[Delta]:
         """What there is to say when a session gets its turn."""
@@ -93,7 +100,13 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
 
     def _queue(self, session: T) -> None:
         """Hand a session that has its prompt to vLLM. InvalidRequest if vLLM does not take it."""
-        ours = self._runner_request(session)
+        self._requests[session.id] = self._runner_request(session)
+        session.ready_s = time.monotonic()
+        self.note_phase(session.id, QUEUED)
+        self._submit(session)
+
+    def _submit(self, session: T, from_cache: bool = True) -> None:
+        ours = self._requests[session.id]
         sampling = session.sampling
         most = min(sampling.max_tokens, self._slot_options.max_context_tokens - session.prompt_tokens)
         params = self._params(
@@ -104,11 +117,9 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
             stop_token_ids=[] if sampling.ignore_eos else sorted(self._eos_ids),
             detokenize=False,
             output_kind=self._delta_kind,
-            skip_reading_prefix_cache=len(ours.wanted) > 0,  # rows that are not computed cannot be tapped
+            skip_reading_prefix_cache=not from_cache,
             extra_args={EXTRA: ours},
         )
-        session.ready_s = time.monotonic()
-        self.note_phase(session.id, QUEUED)
         try:
             self._llm.add_request(session.id, self._prompt_input(session), params)
         except ValueError as fault:
@@ -122,28 +133,39 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
         deltas: list[Delta] = []
         for name, cached_tokens in begun:
             session = self._sessions.get(name)
-            if session is not None:
+            if session is None:
+                continue
+            session.cached_tokens = cached_tokens
+            if not session.started_s:  # else it begins again, for rows that the cache had spared
                 session.started_s = time.monotonic()
-                session.cached_tokens = cached_tokens
                 self.note_phase(name, PREFILL)
                 self._counts["prompt_tokens"] += session.prompt_tokens
                 self._counts["cached_tokens"] += cached_tokens
                 deltas += self._begun(session)
         return deltas
 
-    def _take_drawn(self, outputs: list[Any]) -> list[Delta]:
-        """Tell the text of the tokens that came with a step, and the rows that came with them."""
+    def _take_tapped(self) -> None:
+        """Give sessions the rows that came with a step."""
         tapped, self._scheduler.tapped = self._scheduler.tapped, []
         for rows in tapped:
             session = self._sessions.get(rows.session)
             if session is not None:
                 self._take_rows(session, rows)
+
+    def _take_drawn(self, outputs: list[Any]) -> list[Delta]:
+        """Tell the text of the tokens that came with a step."""
         deltas: list[Delta] = []
         for output in outputs:
             session = self._sessions.get(output.request_id)
-            if session is not None:
-                deltas += self._told_all(session, output.outputs[0].token_ids)
+            if session is None:
+                continue
+            if session.completion_tokens == 0 and not self._has_rows(session):
+                self._llm.abort_request([session.id])
+                self._submit(session, from_cache=False)
+                continue
+            deltas += self._told_all(session, output.outputs[0].token_ids)
             if output.finished and self._sessions.pop(output.request_id, None) is not None:
+                del self._requests[output.request_id]
                 reason = output.outputs[0].finish_reason
                 fault = TritoneError(f"vLLM gave the request up ({reason})", "see the server log")
                 deltas.append(Delta(output.request_id, error=fault))

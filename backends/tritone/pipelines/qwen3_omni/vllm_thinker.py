@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from tritone.engines.base import Delta, Placement
 from tritone.engines.memory import Ground, Term
 from tritone.engines.torch_setup import prepared_torch
 from tritone.engines.vllm.engine_args import ModelOnVllm, prepare, spread, start
 from tritone.engines.vllm.request import POSITION_UNIT, RunnerRequest, TappedRows
+from tritone.engines.vllm.row_memory import RowMemory
 from tritone.engines.vllm.text_engine import VllmTextEngine
 from tritone.pipelines.qwen3_omni.config import OmniConfig
 from tritone.pipelines.qwen3_omni.memory import vllm_thinker_terms
@@ -38,6 +40,7 @@ class VllmThinkerOptions(ThinkerOptions):
     """Those of the torch Thinker, and vLLM's."""
 
     prefill_chunk_tokens: int = 2048
+    remembered_bytes: Annotated[int, Meta(ge=0)] = 256 << 20  # of media's hidden states, for the next turn
     engine_args: dict[str, Any] = field(default_factory=dict)  # to vLLM's EngineArgs, unchanged
 
 
@@ -52,9 +55,9 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
         engine_args = spread(options.engine_args, placement.num_gpus)
         device = prepare(placement.device, engine_args)
         torch = prepared_torch(placement)
-        from tritone.pipelines.qwen3_omni.processor import load_processor
+        from tritone.pipelines.qwen3_omni.processor import import_transformers, load_processor
 
-        processor = load_processor(placement.checkpoint)
+        import_transformers()
         from tritone.engines.text import ChatTokenizer
         from tritone.networks.decoder import DecoderConfig
         from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
@@ -62,6 +65,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
         from tritone.pipelines.qwen3_omni.towers import Towers
 
         self._torch = torch
+        self._memory = RowMemory(options.remembered_bytes)
         config = OmniConfig.read(placement.checkpoint)
         shape = DecoderConfig.from_hf(config.thinker["text_config"], family="qwen3_moe")
         options.check_context(shape.max_positions)
@@ -79,6 +83,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
                 model,
             )
         )
+        processor = load_processor(placement.checkpoint)
         tokenizer = ChatTokenizer(placement.checkpoint, processor.tokenizer.backend_tokenizer)
         dtype = getattr(torch, options.dtype)
         weights = open_weights(replace(placement, device=device), options.load_format, dtype)
@@ -137,7 +142,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
 
     def _runner_request(self, session: ThinkerSession) -> RunnerRequest:
         prompt = self._prompt_of(session)
-        wanted = prompt.media.index if prompt.media is not None and session.speaks else NOTHING
+        wanted = self._wanted(session) if session.speaks else NOTHING
         if prompt.positions is None:
             return RunnerRequest(session.id, None, 0, wanted)
         return RunnerRequest(
@@ -147,11 +152,30 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
             wanted,
         )
 
+    def _wanted(self, session: ThinkerSession) -> Array:
+        """Places whose hidden states the talker needs and nobody remembers."""
+        media = self._prompt_of(session).media
+        if media is None:
+            return NOTHING
+        ends = [*(np.flatnonzero(np.diff(media.index) > 1) + 1), len(media.index)]
+        known = self._memory.recall(session.keys, media.index, ends)
+        if known is None:
+            return media.index
+        session.heard_rows.append(known)
+        return media.index[len(known) :]
+
     def _take_rows(self, session: ThinkerSession, tapped: TappedRows) -> None:
         fresh = tapped.rows[max(0, session.heard - tapped.first) :]
+        if tapped.first > session.heard or not len(fresh):
+            return
         session.heard += len(fresh)
-        if len(fresh):
-            session.heard_rows.append(fresh)
+        session.heard_rows.append(fresh)
+        media = self._prompt_of(session).media
+        if media is not None and self._has_rows(session):
+            self._memory.keep(session.keys, media.index, np.concatenate(session.heard_rows))
+
+    def _has_rows(self, session: ThinkerSession) -> bool:
+        return session.heard == len(self._requests[session.id].wanted)
 
 
 def _units(positions: Array) -> Array:
