@@ -35,6 +35,11 @@ class Place:
     total_bytes: int | None  # None: nothing says how large it is
     free_bytes: int | None  # of that, as long as nothing of ours runs
 
+    @property
+    def number(self) -> int | None:
+        """Of a GPU; None: it is RAM."""
+        return None if self.name == CPU else int(self.name.partition(":")[2])
+
 
 @dataclass(frozen=True)
 class Share:
