@@ -65,8 +65,8 @@ class TestPeer:
         ask = SMALL.requests(1)[0]
         asked = body(ask.prompt or "", ask.options)
         thinker, talker, _ = asked["sampling_params_list"]
-        assert thinker["min_tokens"] == thinker["max_tokens"] == 6 and thinker["ignore_eos"]
-        assert talker["min_tokens"] == talker["max_tokens"] == 40 and talker["top_k"] == 50
+        assert thinker["max_tokens"] == 6 and thinker["ignore_eos"] and thinker["temperature"] == 0
+        assert talker["max_tokens"] == 40 and talker["ignore_eos"] and talker["top_k"] == 50
         assert ask.options["sampling"]["talker"] == {"min_tokens": 41, "max_tokens": 41}
 
     def test_one_that_does_not_start_shows_its_log(self, tmp_path: Path) -> None:

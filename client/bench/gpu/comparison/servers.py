@@ -84,12 +84,10 @@ class PeerStart:
 def our_server(start: OurStart, folder: Path, timeout_s: float) -> Iterator[Served]:
     """folder: for its run and its log; RuntimeError with the end of the log if it does not start."""
     run_folder = folder / "run"
-    paths = [str(ROOT / source) for source in SOURCES]
-    env = {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     ready = run_folder / "ready.json"
     ready.unlink(missing_ok=True)
     began_s = time.monotonic()
-    with _process(start.words(run_folder), folder / "ours.log", env) as process:
+    with _process(start.words(run_folder), folder / "ours.log", checkout()) as process:
         _until(ready.exists, process, [folder / "ours.log", run_folder / "server.log"], timeout_s)
         facts = json.loads(ready.read_text())
         yield Served(OURS, facts["grpc"], process.pid, time.monotonic() - began_s)
@@ -109,6 +107,12 @@ def peer_server(start: PeerStart, folder: Path, timeout_s: float) -> Iterator[Se
     with _process(start.words(deploy, port), folder / "peer.log", env) as process:
         _until(lambda: _answers(f"{url}/health"), process, [folder / "peer.log"], timeout_s)
         yield Served(PEER, url, process.pid, time.monotonic() - began_s)
+
+
+def checkout() -> dict[str, str]:
+    """Environment in which a Python finds this checkout, installed or not."""
+    paths = [str(ROOT / source) for source in SOURCES]
+    return {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
 
 
 def peer_deploy() -> dict[str, Any]:
