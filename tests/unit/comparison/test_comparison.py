@@ -15,7 +15,7 @@ import end_to_end
 from comparison import endurance, goodput_search, levels, memory_used, stage_floors, tables
 from comparison.goodput_search import Probe, goodput, next_rate
 from comparison.peer_client import PeerClient, body
-from comparison.servers import OURS, PEER, OurStart, PeerStart, peer_server
+from comparison.servers import OURS, PEER, KeptServers, OurStart, PeerStart, is_running, peer_server
 from comparison.stage_floors import Chip, Floor, Step, floor_of, kernel_share, steps_of
 from comparison.workload import Workload
 from tritone.pipelines.qwen3_omni.memory import OmniSizes
@@ -77,6 +77,21 @@ class TestPeer:
             peer_server(PeerStart(tmp_path, str(tmp_path / "liar")), tmp_path, 30),
         ):
             pass
+
+    def test_one_that_is_kept_serves_the_next_commands(
+        self, peer_python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        words = ["--out", str(tmp_path), "--tiny", "--only", "peer", "--peer-python", peer_python]
+        kept = KeptServers(tmp_path / "servers")
+        try:
+            assert end_to_end.main(["start", *words]) == 0
+            served = kept.find(PEER)
+            assert served is not None and "peer is ready" in capsys.readouterr().out
+            assert end_to_end.main(["endurance", *words, "--concurrency", "1", "--duration-s", "0.3"]) == 0
+            assert "is ready" not in capsys.readouterr().out and kept.find(PEER) == served
+        finally:
+            assert end_to_end.main(["stop", *words]) == 0
+        assert kept.find(PEER) is None and not is_running(served.pid)
 
     def test_the_whole_command(
         self, peer_python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
