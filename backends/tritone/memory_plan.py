@@ -46,7 +46,7 @@ class Share:
     """What one stage, or the server, takes of a place."""
 
     place: str
-    who: str  # e.g. "qwen3_omni talker"
+    who: str  # pipeline and stage, e.g. "fake singer"
     processes: int
     terms: tuple[Term, ...]  # of one process
 
