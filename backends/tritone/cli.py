@@ -400,6 +400,8 @@ def _require_fit(deploy: Deploy) -> None:
         plan = memory_plan.plan([deploy], gpus.find(), ram())
     except ConfigError:
         return  # the checkpoint is not here yet, or not whole
+    if any(place.total_bytes is None for place in plan.used()):
+        return  # it is rendered for another machine, of which nothing is known
     for place in plan.too_small(before_start=False):
         for line in plan.table(place):
             _say(line)

@@ -186,10 +186,20 @@ def check_memory(plan: MemoryPlan) -> list[Finding]:
 def check_planned(pipelines: Sequence[Deploy]) -> list[Finding]:
     """The memory of pipelines that are to be served together; nothing where a checkpoint tells nothing, which
     is said elsewhere."""
+    found = gpus.find()
     try:
-        return check_memory(memory_plan.plan(pipelines, gpus.find(), ram()))
+        plan = memory_plan.plan(pipelines, found, ram())
     except ConfigError:
         return []
+    there = max(len(found), num_gpus())
+    missing = [place.name for place in plan.used() if place.number is not None and place.number >= there > 0]
+    return [
+        *check_memory(plan),
+        *(
+            problem("gpu", f"{name} is not on this machine, which shows {there}", "name another in `device:`")
+            for name in missing
+        ),
+    ]
 
 
 def check_cores(cores: int) -> Finding:

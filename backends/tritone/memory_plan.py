@@ -35,13 +35,18 @@ class Place:
     total_bytes: int | None  # None: nothing says how large it is
     free_bytes: int | None  # of that, as long as nothing of ours runs
 
+    @property
+    def number(self) -> int | None:
+        """Of a GPU; None: it is RAM."""
+        return None if self.name == CPU else int(self.name.partition(":")[2])
+
 
 @dataclass(frozen=True)
 class Share:
     """What one stage, or the server, takes of a place."""
 
     place: str
-    who: str  # e.g. "qwen3_omni talker"
+    who: str  # pipeline and stage, e.g. "fake singer"
     processes: int
     terms: tuple[Term, ...]  # of one process
 

@@ -18,7 +18,7 @@ from tritone import allocator, wire
 from tritone import deploy as deploys
 from tritone.control import OpenSession
 from tritone.deploy import Deploy
-from tritone.device import Device
+from tritone.device import Device, visible
 from tritone.engine_link import EngineLink
 from tritone.engine_process import EngineSpec
 from tritone.errors import ConfigError, TritoneError
@@ -102,6 +102,7 @@ class StageDoor:
         facts = {"tritone.pipeline": self.deploy.pipeline.name, "tritone.stage": self.stage.name}
         self._tracer = open_tracer(self.deploy.tracing, f"{self.model}.door", facts)
         instance = Instance.of(args, self.stage, self.settings.placed)
+        visible(instance.gpus, os.environ)  # ConfigError now, not each time that the engine starts
         mates = self.deploy.hosted_with(self.stage.name)
         own_address = engine_address(self.deploy, self.stage.name, instance.device, instance.index)
         spec = EngineSpec(

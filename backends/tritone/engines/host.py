@@ -240,7 +240,10 @@ def _open_tracer(deploy: Deploy, stages: tuple[str, ...], device: str) -> Tracer
     facts = {
         "tritone.pipeline": deploy.pipeline.name,
         "tritone.stage": ",".join(stages),
-        "tritone.device": device,
+        # Among the GPUs that it sees it is the first; people know it by its number in the machine.
+        "tritone.device": device
+        if device == "cpu"
+        else f"cuda:{os.environ.get('CUDA_VISIBLE_DEVICES', '0')}",
     }
     return open_tracer(deploy.tracing, service, facts)
 

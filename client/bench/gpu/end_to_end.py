@@ -5,6 +5,7 @@
     python client/bench/gpu/end_to_end.py endurance --out OUT                      9 minutes at 32, 20 % leave
     python client/bench/gpu/end_to_end.py stages --out OUT --concurrency 64         steps against their floors
     python client/bench/gpu/end_to_end.py report --out OUT                          what there is, again
+    python client/bench/gpu/end_to_end.py start --out OUT, later stop               one server for several
 
     real-size config ─► checkpoint without weights ─► tritone serve --profile dummy_one_h200 ─┐
                                                   └─► the peer by its own recipe ─────────────┴─► OUT/
@@ -35,7 +36,7 @@ sys.path[:0] = [str(HERE), *(str(ROOT / name) for name in ("backends", "client",
 
 from comparison import endurance, goodput_search, levels, stage_floors, tables  # noqa: E402
 from comparison.checkpoint_folder import checkpoint_folder  # noqa: E402
-from comparison.servers import OURS, PEER, OurStart, PeerStart, Served, our_server, peer_server  # noqa: E402
+from comparison.servers import OURS, PEER, KeptServers, OurStart, PeerStart, Served, our_server, peer_server  # noqa: E402
 from comparison.stage_trace import traced  # noqa: E402
 from comparison.workload import TINY, Workload  # noqa: E402
 from tritone.pipelines.qwen3_omni.memory import OmniSizes  # noqa: E402
@@ -84,24 +85,32 @@ class Run:
             return Path(self.args.checkpoint)
         return checkpoint_folder(self.out / "checkpoint", self.args.tiny)
 
+    @property
+    def kept(self) -> KeptServers:
+        return KeptServers(self.out / "servers")
+
     @contextmanager
-    def served(self, side: str, *overrides: str) -> Iterator[Served]:
-        """The server of one side while it is measured. overrides: of our deploy file."""
+    def served(self, side: str, keep: bool = False) -> Iterator[Served]:
+        """The server of one side while it is measured; one that runs already, if there is one."""
         if side == OURS and self.args.url:
             yield Served(OURS, self.args.url, self.args.pid or os.getpid(), 0.0)
+            return
+        running = self.kept.find(side)
+        if running is not None:
+            yield running
             return
         if side == OURS:
             start = OurStart(
                 self.checkpoint,
                 None if self.args.tiny and self.args.profile == PROFILE else self.args.profile,
-                (*self._engine_overrides, *self.args.overrides, *overrides),
+                ("profiling=true", *self._engine_overrides, *self.args.overrides),
             )
-            server = our_server(start, self.out / "servers", self.args.start_s)
+            server = our_server(start, self.out / "servers", self.args.start_s, keep)
         else:
             if not self.args.peer_python:
-                raise SystemExit("the peer needs --peer-python, an interpreter that has vllm-omni")
+                raise RuntimeError("the peer needs --peer-python, an interpreter that has vllm-omni")
             peer = PeerStart(self.checkpoint, self.args.peer_python, tuple(self.args.peer_arg))
-            server = peer_server(peer, self.out / "servers", self.args.start_s)
+            server = peer_server(peer, self.out / "servers", self.args.start_s, keep)
         with server as served:
             print(f"{side} is ready after {served.start_s:.0f} s at {served.url}", flush=True)
             yield served
@@ -111,6 +120,20 @@ class Run:
         python = self.args.engine_python
         own = tuple(f"stage.{stage}.python={json.dumps(python)}" for stage in STAGES) if python else ()
         return (*(TINY_OVERRIDES if self.args.tiny else ()), *own)
+
+
+def start(run: Run) -> int:
+    """Leave one server running for the next commands; the two have no place on one GPU together."""
+    side = run.args.only or OURS
+    with run.served(side, keep=True) as served:
+        run.kept.note(served)
+    return 0
+
+
+def stop(run: Run) -> int:
+    for side in run.sides if run.args.only else (OURS, PEER):
+        run.kept.end(side)
+    return 0
 
 
 def measure_levels(run: Run) -> int:
@@ -157,7 +180,7 @@ def endure(run: Run) -> int:
 
 
 def measure_stages(run: Run) -> int:
-    with run.served(OURS, "profiling=true") as served:
+    with run.served(OURS) as served:
         for concurrency in run.args.concurrency:
             steps = asyncio.run(_steps(run, served, concurrency))
             sizes = OmniSizes.read(run.checkpoint)
@@ -211,6 +234,8 @@ def report(run: Run) -> int:
 
 
 COMMANDS = {
+    "start": (start, "start a server, and leave it for the next commands", "1"),
+    "stop": (stop, "end what `start` started", "1"),
     "levels": (measure_levels, "all at once, at each concurrency", "1,4,16,64"),
     "goodput": (search_goodput, "the highest rate that is still served well", "1"),
     "endurance": (endure, "minutes under load, with callers who leave", "32"),

@@ -15,7 +15,7 @@ import end_to_end
 from comparison import endurance, goodput_search, levels, memory_used, stage_floors, tables
 from comparison.goodput_search import Probe, goodput, next_rate
 from comparison.peer_client import PeerClient, body
-from comparison.servers import OURS, PEER, OurStart, PeerStart, peer_server
+from comparison.servers import OURS, PEER, KeptServers, OurStart, PeerStart, is_running, peer_server
 from comparison.stage_floors import Chip, Floor, Step, floor_of, kernel_share, steps_of
 from comparison.workload import Workload
 from tritone.pipelines.qwen3_omni.memory import OmniSizes
@@ -65,8 +65,8 @@ class TestPeer:
         ask = SMALL.requests(1)[0]
         asked = body(ask.prompt or "", ask.options)
         thinker, talker, _ = asked["sampling_params_list"]
-        assert thinker["min_tokens"] == thinker["max_tokens"] == 6 and thinker["ignore_eos"]
-        assert talker["min_tokens"] == talker["max_tokens"] == 40 and talker["top_k"] == 50
+        assert thinker["max_tokens"] == 6 and thinker["ignore_eos"] and thinker["temperature"] == 0
+        assert talker["max_tokens"] == 40 and talker["ignore_eos"] and talker["top_k"] == 50
         assert ask.options["sampling"]["talker"] == {"min_tokens": 41, "max_tokens": 41}
 
     def test_one_that_does_not_start_shows_its_log(self, tmp_path: Path) -> None:
@@ -78,9 +78,29 @@ class TestPeer:
         ):
             pass
 
-    def test_the_whole_command(
+    def test_one_that_is_kept_serves_the_next_commands(
         self, peer_python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
+        words = ["--out", str(tmp_path), "--tiny", "--only", "peer", "--peer-python", peer_python]
+        kept = KeptServers(tmp_path / "servers")
+        try:
+            assert end_to_end.main(["start", *words]) == 0
+            served = kept.find(PEER)
+            assert served is not None and "peer is ready" in capsys.readouterr().out
+            assert end_to_end.main(["endurance", *words, "--concurrency", "1", "--duration-s", "0.3"]) == 0
+            assert "is ready" not in capsys.readouterr().out and kept.find(PEER) == served
+        finally:
+            assert end_to_end.main(["stop", *words]) == 0
+        assert kept.find(PEER) is None and not is_running(served.pid)
+
+    def test_the_whole_command(
+        self,
+        peer_python: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("tritone_bench.page.NEEDED", ("no_such_package",))  # as on a bare GPU machine
         words = ["--out", str(tmp_path), "--tiny", "--only", "peer", "--peer-python", peer_python]
         assert end_to_end.main(["levels", *words, "--concurrency", "1,2"]) == 0
         printed = capsys.readouterr().out

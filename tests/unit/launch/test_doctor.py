@@ -148,7 +148,7 @@ class TestPipeline:
         monkeypatch.setattr(type(deploy), "require_checkpoint", type(deploy).stage_folder)
         assert doctor.check_checkpoint(deploy)[0].level is Level.OK
 
-    def test_memory(self, tmp_path: Path) -> None:
+    def test_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         roomy = deploys.load(write_deploy(tmp_path / "a", memory={"ram_gib": 2}) / "deploy.yaml")
         [finding] = doctor.check_planned([roomy])
         assert finding.level is Level.OK and "2.0 GiB in all" in finding.what
@@ -157,6 +157,11 @@ class TestPipeline:
         assert finding.level is Level.PROBLEM
         assert "cpu is too small: 1.3 GiB planned, 1.0 GiB in all" in finding.what
         assert finding.cure == "lower instances, or free some"
+        far = deploys.load(write_deploy(tmp_path / "c", stages={"wave": {"device": "gpu:1"}}) / "deploy.yaml")
+        monkeypatch.setattr(doctor, "num_gpus", lambda: 1)
+        [ram, gpu, missing] = doctor.check_planned([far])
+        assert (ram.level, gpu.level, missing.level) == (Level.OK, Level.OK, Level.PROBLEM)
+        assert missing.what == "gpu:1 is not on this machine, which shows 1"
         assert [line.split()[:2] for line in str(finding).splitlines()[1:]] == [
             ["echo", "writer"],
             ["echo", "singer"],

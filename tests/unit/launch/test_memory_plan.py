@@ -139,6 +139,12 @@ class TestRefusal:
         assert "context" in printed.out and "gpu:0 is too small" in printed.err
         assert not (folder / "echo").exists()
 
+    def test_what_is_rendered_for_another_machine_is_not_held_to_this_one(self, tmp_path: Path) -> None:
+        stages = {"writer": {"device": "gpu:9"}}
+        folder = write_deploy(tmp_path / "echo", stages=stages, memory={"ram_gib": 0.5})
+        assert run("render", str(folder)) == 0
+        assert (folder / "echo" / "config.pbtxt").exists()
+
 
 def run(*words: str) -> int:
     import argparse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +88,19 @@ def test_the_plan_is_what_the_tensors_take(checkpoint: Path, stage: str, dtype: 
         assert states == options.max_streams * engine._decoder.state_bytes
     else:
         assert plan["KV cache"] == engine._decoder.cache.nbytes
+
+
+@pytest.mark.parametrize("stage", ENGINES)
+def test_made_up_weights_need_config_and_processor_only(checkpoint: Path, tmp_path: Path, stage: str) -> None:
+    for file in checkpoint.iterdir():
+        if "safetensors" not in file.name:
+            shutil.copy(file, tmp_path)
+    kind, options = ENGINES[stage]
+    options = replace(options, load_format="dummy")
+    plan = planned(kind.memory(Ground(stage, tmp_path, is_released=True), options))
+    plan.pop("stream states", 0)
+    _, num_bytes = held(lambda: kind(Placement(tmp_path), options))
+    assert num_bytes == sum(plan.values())
 
 
 def test_dummy_weights_take_what_files_take(checkpoint: Path) -> None:

@@ -105,11 +105,14 @@ def joined(runs: Sequence[Document]) -> Document:
 
 def write_pages(out: Path, side: str, run: Document) -> None:
     """All levels of a side as one document, and where pictures can be drawn as a page."""
-    document.write(run, out / f"{side}.json")
+    file, picture = out / f"{side}.json", out / f"{side}.html"
+    if picture.is_file() and file.is_file() and file.read_bytes() == document.encode(run):
+        return
+    document.write(run, file)
     try:
         page.check_can_draw()
     except InvalidRequest:
         return  # `report` draws it where matplotlib is
     from tritone_bench import plots
 
-    (out / f"{side}.html").write_text(page.render(run, plots.draw(run.levels)), encoding="utf-8")
+    picture.write_text(page.render(run, plots.draw(run.levels)), encoding="utf-8")

@@ -99,13 +99,12 @@ def body(prompt: str, options: Mapping[str, Any]) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "sampling_params_list": [
-            {"temperature": 0.0, "max_tokens": text_tokens, "min_tokens": text_tokens, **endless},
+            {"temperature": 0.0, "max_tokens": text_tokens, **endless},
             {
                 "temperature": 0.9,
                 "top_k": 50,
                 "repetition_penalty": 1.05,
                 "max_tokens": frames,
-                "min_tokens": frames,
                 "detokenize": False,
                 **endless,
             },

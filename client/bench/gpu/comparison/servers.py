@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,31 @@ class Served:
     def client(self) -> Any:
         """An async context manager that the benchmark can ask."""
         return AsyncTritoneClient(self.url, PIPELINE) if self.side == OURS else PeerClient(self.url)
+
+
+class KeptServers:
+    """Servers that a command left running for the next ones, a file a side."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def note(self, served: Served) -> None:
+        self._file(served.side).write_text(json.dumps(asdict(served)))
+
+    def find(self, side: str) -> Served | None:
+        """One that still runs."""
+        file = self._file(side)
+        served = Served(**json.loads(file.read_text())) if file.is_file() else None
+        return served if served is not None and is_running(served.pid) else None
+
+    def end(self, side: str) -> None:
+        served = self.find(side)
+        if served is not None:
+            end(served.pid)
+        self._file(side).unlink(missing_ok=True)
+
+    def _file(self, side: str) -> Path:
+        return self._folder / f"{side}-kept.json"
 
 
 @dataclass(frozen=True)
@@ -81,22 +106,23 @@ class PeerStart:
 
 
 @contextlib.contextmanager
-def our_server(start: OurStart, folder: Path, timeout_s: float) -> Iterator[Served]:
-    """folder: for its run and its log; RuntimeError with the end of the log if it does not start."""
+def our_server(start: OurStart, folder: Path, timeout_s: float, keep: bool = False) -> Iterator[Served]:
+    """folder: for its run and its log; RuntimeError with the end of the log if it does not start.
+
+    keep: leave it running at the end.
+    """
     run_folder = folder / "run"
-    paths = [str(ROOT / source) for source in SOURCES]
-    env = {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     ready = run_folder / "ready.json"
     ready.unlink(missing_ok=True)
     began_s = time.monotonic()
-    with _process(start.words(run_folder), folder / "ours.log", env) as process:
+    with _process(start.words(run_folder), folder / "ours.log", checkout(), keep) as process:
         _until(ready.exists, process, [folder / "ours.log", run_folder / "server.log"], timeout_s)
         facts = json.loads(ready.read_text())
         yield Served(OURS, facts["grpc"], process.pid, time.monotonic() - began_s)
 
 
 @contextlib.contextmanager
-def peer_server(start: PeerStart, folder: Path, timeout_s: float) -> Iterator[Served]:
+def peer_server(start: PeerStart, folder: Path, timeout_s: float, keep: bool = False) -> Iterator[Served]:
     """As `our_server`."""
     folder.mkdir(parents=True, exist_ok=True)
     deploy = folder / "peer_deploy.yaml"
@@ -106,9 +132,15 @@ def peer_server(start: PeerStart, folder: Path, timeout_s: float) -> Iterator[Se
     url = f"http://127.0.0.1:{port}"
     env = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
     began_s = time.monotonic()
-    with _process(start.words(deploy, port), folder / "peer.log", env) as process:
+    with _process(start.words(deploy, port), folder / "peer.log", env, keep) as process:
         _until(lambda: _answers(f"{url}/health"), process, [folder / "peer.log"], timeout_s)
         yield Served(PEER, url, process.pid, time.monotonic() - began_s)
+
+
+def checkout() -> dict[str, str]:
+    """Environment in which a Python finds this checkout, installed or not."""
+    paths = [str(ROOT / source) for source in SOURCES]
+    return {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
 
 
 def peer_deploy() -> dict[str, Any]:
@@ -157,7 +189,9 @@ def peer_deploy() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _process(words: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def _process(
+    words: Sequence[str], log: Path, env: Mapping[str, str], keep: bool
+) -> Iterator[subprocess.Popen[bytes]]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -167,15 +201,31 @@ def _process(words: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterato
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that nothing of it outlives the measurement
         )
+    kept = False
     try:
         yield process
+        kept = keep
     finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if not kept:
+            end(process.pid)
+
+
+def end(pid: int) -> None:
+    """End a server, whoever started it, and all that belongs to it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+        deadline_s = time.monotonic() + END_S
+        while is_running(pid) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        os.killpg(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)  # a child of ours that has ended is gone then
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def _until(

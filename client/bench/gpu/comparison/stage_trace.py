@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from comparison.servers import PIPELINE
+from comparison.servers import PIPELINE, checkout
 from comparison.stage_floors import kernel_share
 
 SECONDS = 1
@@ -29,7 +30,9 @@ async def traced(client: Any, pid: int, stages: Sequence[str], folder: Path) -> 
         before, began_s = await _batches(client, stage), time.monotonic()
         file = folder / f"trace-{stage}.json"
         words = ["-m", "tritone", "profile", PIPELINE, stage, f"--seconds={SECONDS}", f"--out={file}"]
-        process = await asyncio.create_subprocess_exec(sys.executable, *words, f"--pid={pid}")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *words, f"--pid={pid}", env={**os.environ, **checkout()}
+        )
         if await process.wait() != 0:
             continue
         steps_per_s = (await _batches(client, stage) - before) / (time.monotonic() - began_s)
