@@ -84,11 +84,11 @@ async def memory(
     aborted: int = 1000,
     warm_up: int = 500,
     at_once: int = 32,
-    allowed_kib: float = 0.02,
+    allowed_kib: float = 0.05,
     num_readings: int = 20,
     settle_s: float = GIVE_BACK_EVERY_S + 1,
 ) -> Report:
-    """allowed_kib: growth a request that is no problem, whatever its error. settle_s: before each reading,
+    """allowed_kib: growth a request that is no problem, whatever its error: heaps grow ragged. settle_s: before each reading,
     so that the processes have given back what they freed."""
     report = Report("b", f"memory over {requests} requests, {aborted} of them left at random points")
     rng = random.Random(2)
