@@ -88,8 +88,9 @@ async def memory(
     num_readings: int = 20,
     settle_s: float = GIVE_BACK_EVERY_S + 1,
 ) -> Report:
-    """allowed_kib: growth a request that is no problem, whatever its error: heaps grow ragged. settle_s: before each reading,
-    so that the processes have given back what they freed."""
+    """allowed_kib: growth a request that is no problem, whatever its error: heaps grow ragged.
+    settle_s: before each reading, so that the processes have given back what they freed.
+    """
     report = Report("b", f"memory over {requests} requests, {aborted} of them left at random points")
     rng = random.Random(2)
     leaving = set(rng.sample(range(requests), aborted))

@@ -10,8 +10,10 @@ import pytest
 from qwen3_omni_oracle import CASES
 
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
+from tritone.pipelines.qwen3_omni import attachments
 from tritone.pipelines.qwen3_omni import thinking as module
 from tritone.pipelines.qwen3_omni.thinker import Thinker
+from tritone.pipelines.qwen3_omni.thinking import MEDIA_THREADS
 
 from .conftest import PATIENCE_S, Answer, Answers, ask, picture, recording, run, user
 from .conftest import script as script_tokens
@@ -38,7 +40,7 @@ def script(thinker: Thinker, text: str) -> list[int]:
 
 
 class Gate:
-    """Holds the media thread in the decoder until it is opened."""
+    """Holds the media threads in the decoder until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.opened = threading.Event(), threading.Event()
@@ -196,18 +198,24 @@ def test_abort_while_media_are_read(
     thinker = make_thinker()
     looks: list[Any] = []
     monkeypatch.setattr(thinker._reader._towers, "see", lambda *rows: looks.append(rows))
-    running = ask(thinker, "running", "<image>", "Hi", media={"image": [picture()]}).reading
+    running = [
+        ask(thinker, f"running {i}", "<image>", "Hi", media={"image": [picture()]}).reading
+        for i in range(MEDIA_THREADS)
+    ]
     queued = ask(thinker, "queued", "<image>", "Hi", media={"image": [picture()]}).reading
     assert gate.entered.wait(PATIENCE_S)
-    for session in ("running", "queued"):
+    for session in [*thinker._sessions]:
         thinker.abort(session)
         thinker.check_integrity()
     assert thinker.stats()["active"] == thinker.stats()["reading_media"] == 0
     assert queued.cancelled()
+    decoded: list[Any] = []
+    monkeypatch.setattr(attachments, "decode_image", lambda *given: decoded.append(given))
     gate.opened.set()
-    wait([running], PATIENCE_S)
-    assert running.exception() is None and not thinker.has_work and thinker.step() == []
-    assert thinker._media_thread._work_queue.empty() and looks == []
+    wait(running, PATIENCE_S)
+    assert all(work.exception() is None for work in running)
+    assert not thinker.has_work and thinker.step() == []
+    assert thinker._media_threads._work_queue.empty() and decoded == looks == []
 
 
 def test_what_was_read_for_an_aborted_session_is_not_for_the_next_of_that_name(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import threading
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +28,7 @@ from tritone.engines.base import Delta, Value, Values
 from tritone.engines.memory import LoadFormat
 from tritone.engines.slot_engine import SlotOptions
 from tritone.engines.text_writer import TextSession, TextWriter
-from tritone.errors import InvalidRequest, TritoneError
+from tritone.errors import Cancelled, InvalidRequest, TritoneError
 from tritone.pipelines.qwen3_omni.attachments import Attachments, decode
 from tritone.pipelines.qwen3_omni.config import OmniConfig
 from tritone.ports import Array
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tritone.engine")
 
+MEDIA_THREADS = 2  # files that are decoded at a time: a long video does not hold up the pictures of others
 GREETING = {"messages": '[{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]'}
 
 
@@ -65,7 +67,7 @@ class ThinkerSession(TextSession):
     speaks: bool
     prompt: Prompt | None = None  # None until it is read
     reading: Future[None] | None = None  # the work on the media of the prompt
-    unwanted: bool = False  # aborted: the media thread may spare itself what is left of that work
+    unwanted: bool = False  # aborted: the media threads may spare themselves what is left of that work
     heard_rows: list[Array] = field(default_factory=list)  # float32 [m, H], behind media tokens, in order
     heard: int = 0  # rows that came so far, from an engine that may give some again
     text_shown: int = 0  # characters that went out
@@ -90,7 +92,8 @@ class Thinking(TextWriter[ThinkerSession]):
         """To be called once, before the first session."""
         self._write_with(tokenizer)
         self._options, self._config, self._reader = options, config, reader
-        self._media_thread = ThreadPoolExecutor(1, "media")
+        self._media_threads = ThreadPoolExecutor(MEDIA_THREADS, "media")
+        self._reader_lock = threading.Lock()  # its tokenizer and its towers serve one prompt at a time
         self._read_prompts: queue.SimpleQueue[tuple[ThinkerSession, Prompt | TritoneError]] = (
             queue.SimpleQueue()
         )
@@ -103,7 +106,7 @@ class Thinking(TextWriter[ThinkerSession]):
         new = ThinkerSession(id=session, speaks=bool(settings.get("speaks")), **self._writing(settings))
         if any(part["type"] != "text" for message in messages for part in message["content"]):
             read = partial(self._read_media, new, messages, dict(inputs), dict(settings))
-            new.reading = self._media_thread.submit(read)
+            new.reading = self._media_threads.submit(read)
         else:
             self._take_prompt(new, self._reader.read(messages, Attachments(), new.speaks))
         self._sessions[session] = new
@@ -126,7 +129,7 @@ class Thinking(TextWriter[ThinkerSession]):
                 self._refuse(session.id, error)
 
     def _stop_reading(self, session: str) -> None:
-        """Spare the media thread the rest of its work for a session that is aborted."""
+        """Spare the media threads the rest of their work for a session that is aborted."""
         known = self._sessions.get(session)
         if known is not None and known.reading is not None:
             known.unwanted = True
@@ -155,13 +158,20 @@ class Thinking(TextWriter[ThinkerSession]):
         inputs: Values,
         settings: Mapping[str, Any],
     ) -> None:
-        """On the media thread: decoding and the towers take long, and other sessions go on meanwhile."""
+        """On a media thread: decoding and the towers take long, and other sessions go on meanwhile."""
+
+        def check() -> None:
+            if session.unwanted:
+                raise Cancelled("the request was cancelled")
+
         result: Prompt | TritoneError
         try:
-            attached = decode(inputs, settings, self._reader.rate_hz, self._options.video)
-            if session.unwanted:
-                return
-            result = self._reader.read(messages, attached, session.speaks)
+            attached = decode(inputs, settings, self._reader.rate_hz, self._options.video, check)
+            with self._reader_lock:
+                check()
+                result = self._reader.read(messages, attached, session.speaks)
+        except Cancelled:
+            return
         except TritoneError as error:
             result = error
         except Exception as error:
