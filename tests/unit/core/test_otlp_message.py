@@ -1,11 +1,13 @@
 """Our OTLP messages against those of OpenTelemetry's own exporter, and who sends them."""
 
+import sys
+
 import numpy as np
 import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 
 from trace_collector import Collector
 from tritone.otlp import Exporter, OtlpTracer, process_resource
@@ -104,6 +106,32 @@ def test_numbers_that_the_sdk_would_drop_are_kept(exporter, tracer):
 def test_one_message_leaves_nothing_in_the_next(exporter, tracer):
     check(exporter, ended(tracer, *(tracer.child("run", CALLER) for _ in range(600)), batch=2))
     check(exporter, ended(tracer, tracer.child("compute", CALLER)))
+
+
+def calls_of(work):
+    """How many functions `work` calls: what it costs, on however busy a machine."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_span_costs_few_calls_until_it_is_sent_and_fewer_then(exporter):
+    processor = BatchSpanProcessor(exporter, schedule_delay_millis=60_000)
+    tracer = OtlpTracer(processor, RESOURCE)
+    attributes = {"tritone.batch": 2, "tritone.stage": "wave"}
+    assert calls_of(lambda: tracer.child("run", CALLER, "server").end(attributes=attributes)) <= 25
+    spans = [tracer.child("run", CALLER, "server", 12.5, attributes) for _ in range(100)]
+    assert calls_of(lambda: exporter.message_of(spans, OFFSET_NS)) <= 15 * len(spans)
+    processor.shutdown()
 
 
 def test_the_installed_sdk_sends_them_as_they_are(exporter, tracer, collector, monkeypatch):
