@@ -1,10 +1,11 @@
-"""Spans as OpenTelemetry's SDK has them: sampled, sent in batches over HTTP, and never waited for.
+"""Spans by OpenTelemetry's SDK: sampled, sent in batches over HTTP, and never waited for.
 
-    begin, child ─► OtlpSpan ─end─► ReadableSpan ─► BatchSpanProcessor ─thread─► Sender ─► collector
+    begin, child ─► OtlpSpan ─end─► BatchSpanProcessor ─thread─► Sender ─► Exporter ─► collector
 
-All times of a span are known when it ends, so it becomes the SDK's immutable record then, and the SDK's live
-span, whose cost is seven times that, is not needed. With otlp_message.py the only module that imports
-OpenTelemetry.
+On a request's way a span is a few strings and two times; what a collector wants of them is worked out in the
+processor's thread. The SDK decides who is sampled, keeps the queue and sends; its own spans, and the records
+and messages that it makes of them, take several times as long. With otlp_message.py the only module that
+imports OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -13,22 +14,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, TraceIdRatioBased
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import tritone
 from tritone.deploy import Tracing
-from tritone.otlp_message import MessageOf
+from tritone.otlp_message import MessageOf, wall_offset_ns
 from tritone.tracing import NO_SPAN, NOTHING, Attribute, Carrier, Kind, Span, Tracer
 
 log = logging.getLogger("tritone.tracing")
@@ -38,47 +38,59 @@ CLOSE_S = 1.0
 SCHEDULE = "OTEL_BSP_SCHEDULE_DELAY"
 SEND_EVERY_S = 10.0  # or as soon as there are 512 spans, unless the environment gives a schedule
 MAX_TRACESTATE_CHARACTERS = 512  # what W3C asks everybody to pass on; a longer one is dropped
-SCOPE = InstrumentationScope("tritone", tritone.__version__)
-WELL = Status()
-SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+SAMPLED = TraceFlags.SAMPLED
+ANY_SAMPLED = SpanContext(1, 1, False, TraceFlags(SAMPLED))
 RANDOM = 2  # flag of W3C Trace Context, level 2: the trace id was drawn at random; passed on as it came
 
-_KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
 _propagator = TraceContextTextMapPropagator()
 
 
+class Trace(NamedTuple):
+    """What all spans of a request have in common, as carriers have it."""
+
+    id: str  # 32 hex digits
+    flags: str  # 2 hex digits
+    state: str  # tracestate; "" if there is none
+
+
 class OtlpSpan(Span):
-    """A span that is recorded."""
+    """A span that is recorded. Ids are hex digits, as carriers have them."""
+
+    context = ANY_SAMPLED  # what the SDK's processors look at, to see that it is to be sent
 
     def __init__(
         self,
         tracer: OtlpTracer,
         name: str,
         kind: Kind,
-        context: SpanContext,
-        parent: SpanContext | None,
+        trace: Trace,
+        parent_id: str,
+        is_parent_remote: bool,
         began_s: float,
         attributes: Mapping[str, Attribute],
     ) -> None:
+        """parent_id: "": it has none."""
         self._tracer = tracer
-        self._name, self._kind = name, kind
-        self._context, self._parent = context, parent
-        self._began_s = began_s
-        self._attributes = attributes
-        self._ended = False
+        self.name, self.kind = name, kind
+        self.trace = trace
+        self.parent_id, self.is_parent_remote = parent_id, is_parent_remote
+        self.span_id = tracer.draw_id()
+        self.began_s, self.ended_s = began_s, 0.0
+        self.attributes = attributes
+        self.error = ""
         self._carrier: Carrier | None = None  # once it was asked for: a stage gives it with every chunk
 
     @property
     def trace_id(self) -> str:
-        return f"{self._context.trace_id:032x}"
+        return self.trace.id
 
     @property
     def carrier(self) -> Carrier:
         if self._carrier is None:
-            trace_id, span_id, _, flags, state, _ = self._context
-            self._carrier = {"traceparent": f"00-{trace_id:032x}-{span_id:016x}-{flags:02x}"}
+            id_, flags, state = self.trace
+            self._carrier = {"traceparent": f"00-{id_}-{self.span_id}-{flags}"}
             if state:
-                self._carrier["tracestate"] = state.to_header()
+                self._carrier["tracestate"] = state
         return self._carrier
 
     def child(
@@ -88,47 +100,41 @@ class OtlpSpan(Span):
         began_s: float | None = None,
         attributes: Mapping[str, Attribute] = NOTHING,
     ) -> Span:
-        return self._tracer.below(self._context, name, kind, began_s, attributes)
+        began_s = time.monotonic() if began_s is None else began_s
+        return OtlpSpan(self._tracer, name, kind, self.trace, self.span_id, False, began_s, attributes)
 
     def end(
         self, at_s: float | None = None, error: str = "", attributes: Mapping[str, Attribute] = NOTHING
     ) -> None:
-        if self._ended:
+        if self.ended_s:
             return
-        self._ended = True
-        values = {**self._attributes, **attributes}
+        self.ended_s = time.monotonic() if at_s is None else at_s
+        self.error = error
         if error:
-            values["error.type"] = error
-        # Both by the offset of now: clocks that are set meanwhile do not stretch a span.
-        wall_ns = time.time_ns() - time.monotonic_ns()
-        ended_s = time.monotonic() if at_s is None else at_s
-        self._tracer.record(
-            ReadableSpan(
-                self._name,
-                self._context,
-                self._parent,
-                self._tracer.resource,
-                values,
-                kind=_KINDS[self._kind],
-                status=Status(StatusCode.ERROR, error) if error else WELL,
-                start_time=wall_ns + int(self._began_s * 1e9),
-                end_time=wall_ns + int(ended_s * 1e9),
-                instrumentation_scope=SCOPE,
-            )
-        )
+            self.attributes = {**self.attributes, **attributes, "error.type": error}
+        elif attributes:
+            self.attributes = {**self.attributes, **attributes}
+        self._tracer.record(self)
 
 
 class OtlpTracer(Tracer):
     """Hands the spans of one process to a processor of the SDK."""
 
     def __init__(self, processor: SpanProcessor, resource: Resource, sampler: Sampler | None = None) -> None:
-        """sampler: None: as the environment says, e.g. OTEL_TRACES_SAMPLER; all, if it says nothing."""
+        """processor: its exporter takes OtlpSpan, see Exporter and Readable.
+
+        sampler: None: as the environment says, e.g. OTEL_TRACES_SAMPLER; all, if it says nothing.
+        """
         provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
-        self.resource = resource
         self._sampler, self._ids = provider.sampler, provider.id_generator
         self._processor = processor
+        on_end: Any = processor.on_end
+        self.record: Callable[[OtlpSpan], None] = on_end
         self._closed = False
         self._complained = False
+
+    def draw_id(self) -> str:
+        return f"{self._ids.generate_span_id():016x}"
 
     def begin(
         self, name: str, headers: Carrier, began_s: float, attributes: Mapping[str, Attribute] = NOTHING
@@ -144,9 +150,11 @@ class OtlpTracer(Tracer):
         )
         if decision.decision is not Decision.RECORD_AND_SAMPLE:
             return NO_SPAN
-        flags = SAMPLED if parent is None else TraceFlags(TraceFlags.SAMPLED | parent.trace_flags & RANDOM)
-        context = SpanContext(trace_id, self._ids.generate_span_id(), False, flags, decision.trace_state)
-        return OtlpSpan(self, name, "server", context, parent, began_s, attributes)
+        flags = SAMPLED if parent is None else SAMPLED | parent.trace_flags & RANDOM
+        state = decision.trace_state.to_header() if decision.trace_state else ""
+        whole = Trace(f"{trace_id:032x}", f"{flags:02x}", state)
+        parent_id = "" if parent is None else f"{parent.span_id:016x}"
+        return OtlpSpan(self, name, "server", whole, parent_id, True, began_s, attributes)
 
     def child(
         self,
@@ -156,32 +164,12 @@ class OtlpTracer(Tracer):
         began_s: float | None = None,
         attributes: Mapping[str, Attribute] = NOTHING,
     ) -> Span:
-        if not carrier:
+        if not carrier or self._closed:
             return NO_SPAN
-        _, trace_id, span_id, bits = carrier["traceparent"].split("-")  # our own, so it is well formed
-        state = TraceState.from_header([carrier["tracestate"]]) if "tracestate" in carrier else None
-        parent = SpanContext(int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(bits, 16)), state)
-        return self.below(parent, name, kind, began_s, attributes)
-
-    def below(
-        self,
-        parent: SpanContext,
-        name: str,
-        kind: Kind,
-        began_s: float | None,
-        attributes: Mapping[str, Attribute],
-    ) -> Span:
-        """A span of this process below any other."""
-        if self._closed:
-            return NO_SPAN
-        trace_id, _, _, flags, state, _ = parent
-        context = SpanContext(trace_id, self._ids.generate_span_id(), False, flags, state)
+        _, trace_id, parent_id, flags = carrier["traceparent"].split("-")  # our own, so it is well formed
+        whole = Trace(trace_id, flags, carrier.get("tracestate", ""))
         began_s = time.monotonic() if began_s is None else began_s
-        return OtlpSpan(self, name, kind, context, parent, began_s, attributes)
-
-    def record(self, span: ReadableSpan) -> None:
-        """It has ended."""
-        self._processor.on_end(span)
+        return OtlpSpan(self, name, kind, whole, parent_id, True, began_s, attributes)
 
     def close(self) -> None:
         if self._closed:
@@ -208,19 +196,34 @@ class OtlpTracer(Tracer):
 
 
 class Exporter(OTLPSpanExporter):
-    """The SDK's exporter, with messages made in a sixth of the time."""
+    """The SDK's exporter, with messages that are made of OtlpSpan."""
 
     def __init__(self, endpoint: str | None, resource: Resource) -> None:
         """endpoint: None: the environment says it. resource: of this process, and so of every span."""
         super().__init__(endpoint=endpoint)
-        self.message_of = MessageOf(resource, SCOPE)
+        self.message_of = MessageOf(resource)
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+    def export(self, spans: Sequence[Any]) -> SpanExportResult:
+        offset_ns = wall_offset_ns()
         post = getattr(getattr(self, "_client", None), "export", None)
         if post is None:  # other releases of the SDK keep it elsewhere: their own message does as well
-            return super().export(spans)
-        went_well = post(self.message_of(spans)).success
+            return super().export(self.message_of.readable(spans, offset_ns))
+        went_well = post(self.message_of(spans, offset_ns)).success
         return SpanExportResult.SUCCESS if went_well else SpanExportResult.FAILURE
+
+
+class Readable(SpanExporter):
+    """Gives OtlpSpan to any exporter of the SDK, as the spans that it knows."""
+
+    def __init__(self, exporter: SpanExporter, resource: Resource) -> None:
+        self._exporter = exporter
+        self._message_of = MessageOf(resource)
+
+    def export(self, spans: Sequence[Any]) -> SpanExportResult:
+        return self._exporter.export(self._message_of.readable(spans, wall_offset_ns()))
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
 
 
 class Sender(SpanExporter):
@@ -231,7 +234,7 @@ class Sender(SpanExporter):
         self._endpoint = endpoint
         self._fails = False
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+    def export(self, spans: Sequence[Any]) -> SpanExportResult:
         try:
             result = self._exporter.export(spans)
         except Exception as error:

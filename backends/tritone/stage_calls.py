@@ -63,7 +63,7 @@ class StageCalls:
             settings=dict(call.settings),
             routes=session.routing.routes(stage, self.models, session.endpoints, inbox),
             whole=self._deploy.mode == "sync",
-            trace=dict(session.trace.stage(stage.name)),
+            trace=session.trace.stage(stage.name),
         )
         inputs = {ports[name]: value for name, value in call.inputs.items()}
         opening = asyncio.create_task(self._stages.control(self.models[stage.name], control, inputs))
@@ -83,8 +83,7 @@ class StageCalls:
         """One chunk through a Triton-batched stage: mono float32 [n]."""
         ports = by_name(stage.inputs)
         settings = dict(session.plan[stage.name].settings) if first else {}
-        trace = dict(session.trace.stage(stage.name))
-        control = RunChunk(session.id, first, chunk.last, settings, trace)
+        control = RunChunk(session.id, first, chunk.last, settings, session.trace.stage(stage.name))
         inputs: dict[Any, Any] = {ports[FRAMES]: chunk.frames} if len(chunk.frames) else {}
         if SEGMENT_END in ports:
             inputs[ports[SEGMENT_END]] = chunk.segment_end

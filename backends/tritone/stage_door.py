@@ -173,14 +173,18 @@ class StageDoor:
 
     def run(self, chunks: list[wire.StreamChunk]) -> list[wire.StreamResult]:
         """One batch on this instance's engine; blocks. Raises TritoneError when all of it fails."""
-        spans = [self._tracer.child(f"run {self.model}", chunk.trace, "server") for chunk in chunks]
-        traced = [
-            structs.replace(chunk, trace=dict(span.carrier)) if chunk.trace else chunk
-            for chunk, span in zip(chunks, spans, strict=True)
-        ]
+        name = f"run {self.model}"
+        spans = {
+            number: self._tracer.child(name, chunk.trace, "server")
+            for number, chunk in enumerate(chunks)
+            if chunk.trace
+        }
+        sent = list(chunks)
+        for number, span in spans.items():
+            sent[number] = structs.replace(chunks[number], trace=span.carrier)
         codes = [TritoneError.code] * len(chunks)
         try:
-            future = self.own.call(lambda call: wire.Run(call, self.model, traced))
+            future = self.own.call(lambda call: wire.Run(call, self.model, sent))
             results: list[wire.StreamResult] = future.result().results
             codes = [result.code for result in results]
             return results
@@ -188,8 +192,8 @@ class StageDoor:
             codes = [error.code] * len(chunks)
             raise
         finally:
-            for span, code in zip(spans, codes, strict=True):
-                span.end(error=code, attributes={"tritone.batch": len(chunks)})
+            for number, span in spans.items():
+                span.end(error=codes[number], attributes={"tritone.batch": len(chunks)})
 
     def cancel(self, session: str) -> None:
         self.own.tell(wire.Cancel(session))

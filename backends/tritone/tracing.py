@@ -26,7 +26,7 @@ SPOKEN = "http/protobuf"
 
 Kind = Literal["server", "client", "internal"]
 Attribute = str | bool | int | float | list[str]
-Carrier = Mapping[str, str]
+Carrier = dict[str, str]
 
 NOTHING: Mapping[str, Attribute] = {}
 NO_CARRIER: Carrier = {}

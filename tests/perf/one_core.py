@@ -102,10 +102,10 @@ def told(process: subprocess.Popen[str], order: list[int]) -> dict[str, float]:
 
 def print_threads(names: str, rounds: list[dict[str, dict[str, float]]]) -> None:
     groups = sorted({group for measured in rounds for times in measured.values() for group in times})
-    print("ms per request" + "".join(f"{name.upper():>9}" for name in names))
+    print(f"{'ms per request':30}" + "".join(f"{name.upper():>9}" for name in names))
     for group in groups:
         means = [sum(measured[name].get(group, 0.0) for measured in rounds) / len(rounds) for name in names]
-        print(f"{group:14}" + "".join(f"{mean:9.3f}" for mean in means))
+        print(f"{group:30}" + "".join(f"{mean:9.3f}" for mean in means))
 
 
 @contextmanager

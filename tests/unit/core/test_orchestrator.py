@@ -36,7 +36,7 @@ from tritone.chunk_feed import ChunkFeed
 from tritone.deploy import Chunks
 from tritone.engines.host import Host, build_loops
 from tritone.errors import EngineLost, InvalidRequest
-from tritone.otlp import OtlpTracer
+from tritone.otlp import OtlpTracer, Readable
 
 ECHO = Path(__file__).parents[2] / "pipelines" / "echo.py"
 TEXT_OUTPUTS = [port.name for port in contract.COMMON_OUTPUTS]
@@ -646,7 +646,7 @@ class Traced:
 
     def __init__(self, make_bench, **settings):
         self._exporter = InMemorySpanExporter()
-        self.tracer = OtlpTracer(SimpleSpanProcessor(self._exporter), Resource({}))
+        self.tracer = OtlpTracer(SimpleSpanProcessor(Readable(self._exporter, Resource({}))), Resource({}))
         self.bench = make_bench(tracer=self.tracer, **settings)
 
     @property

@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from tritone import deploy as deploys
 from tritone.deploy import Tracing
 from tritone.errors import ConfigError
-from tritone.otlp import CLOSE_S, OtlpTracer, Sender, open_otlp, process_resource
+from tritone.otlp import CLOSE_S, OtlpTracer, Readable, Sender, open_otlp, process_resource
 from tritone.request_trace import RequestTrace
 from tritone.timeline import StageTimeline
 from tritone.tracing import NO_SPAN, Tracer, is_on, open_tracer
@@ -38,7 +38,7 @@ class Kept:
         self.exporter = InMemorySpanExporter()
         sampler = None if ratio is None else ParentBased(TraceIdRatioBased(ratio))
         resource = process_resource("test", {"tritone.stage": "talker"})
-        self.tracer = OtlpTracer(SimpleSpanProcessor(self.exporter), resource, sampler)
+        self.tracer = OtlpTracer(SimpleSpanProcessor(Readable(self.exporter, resource)), resource, sampler)
 
     @property
     def spans(self):

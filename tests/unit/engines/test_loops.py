@@ -14,7 +14,7 @@ from tritone.connectors.base import Budget, Connector, Delivery, Key
 from tritone.engines.base import BatchEngine, Delta, Engine
 from tritone.engines.loops import BatchLoop, StageLoop
 from tritone.errors import EngineLost, TritoneError, Unavailable
-from tritone.otlp import OtlpTracer
+from tritone.otlp import OtlpTracer, Readable
 
 INBOX, NEXT = "an inbox", "the next stage"
 
@@ -116,7 +116,7 @@ class Stage:
     def __init__(self, **connector_settings):
         self.engine, self.inboxes, self.hand = Notes(), Inboxes(), Hand(**connector_settings)
         self.exporter = InMemorySpanExporter()
-        self.tracer = OtlpTracer(SimpleSpanProcessor(self.exporter), Resource({}))
+        self.tracer = OtlpTracer(SimpleSpanProcessor(Readable(self.exporter, Resource({}))), Resource({}))
         self.loop = StageLoop("m", self.engine, self.inboxes, self.hand, 60.0, self.tracer)
         self.answers = []
 
@@ -469,7 +469,9 @@ def test_each_traced_chunk_of_a_batch_has_a_span(fault, errors):
     exporter = InMemorySpanExporter()
     engine = Halves()
     engine.fault = fault
-    loop = BatchLoop("w", engine, 60.0, OtlpTracer(SimpleSpanProcessor(exporter), Resource({})))
+    loop = BatchLoop(
+        "w", engine, 60.0, OtlpTracer(SimpleSpanProcessor(Readable(exporter, Resource({}))), Resource({}))
+    )
     chunks = [wire.StreamChunk(name, {}, True, False, {}, CALLER) for name in "ab"]
     chunks.append(wire.StreamChunk("c", {}, True, False, {}))
     answers = []
