@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ import qwen3_omni_tiny  # noqa: E402
 from google.protobuf import text_format  # noqa: E402
 from tritonclient.grpc import model_config_pb2 as pb  # noqa: E402
 
+from tritone import server as servers  # noqa: E402
 from tritone.checkpoint import checkpoint_dir  # noqa: E402
 from tritone.engines.base import Placement  # noqa: E402
 from tritone.errors import ConfigError  # noqa: E402
@@ -271,6 +273,35 @@ def test_a_model_of_tritons_own_backend(checkpoint):
         "codebook_size": "64",
         "chunk_frames": "4,25",
     }
+
+
+@pytest.mark.server
+def test_a_real_server_lacks_nothing_but_the_backend_for_that_model(checkpoint, tmp_path):
+    try:
+        server, python = servers.find(), servers.Interpreter.current()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    if (server.backends / "tensorrt").exists():
+        pytest.skip("this server has the backend, and would want a plan")
+    model = tmp_path / "models" / "c2w"
+    (model / "1").mkdir(parents=True)
+    (model / "1" / "model.plan").touch()
+    config = plan_model("c2w", plans.codec_config(checkpoint), 4711, 16, (4, 25))
+    (model / "config.pbtxt").write_text(text_format.MessageToString(config))
+    backends = servers.compose(server, tmp_path / "backends")
+    words = [server.binary, f"--model-repository={model.parent}", f"--backend-directory={backends}"]
+    words += [f"--allow-{kind}=false" for kind in ("http", "grpc", "metrics")]
+    done = subprocess.run(
+        list(map(str, words)),
+        env=servers.environment(server, python),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = (done.stdout + done.stderr).splitlines()
+    faults = [line for line in lines if line.startswith("E") and "c2w" in line]
+    assert done.returncode != 0 and len(faults) == 1, lines
+    assert "unable to find backend library for backend 'tensorrt'" in faults[0]
 
 
 def test_tensorrt_for_rtx_builds_plans_without_a_gpu(exported, tmp_path, capsys):
