@@ -33,7 +33,7 @@ INSTALL := $(BIN)/pip install -qq --disable-pip-version-check -c requirements.lo
 SERVE_READY := $(VENV)/.installed-serve
 TEST_READY := $(VENV)/.installed-test
 VLLM_BIN := $(VLLM_VENV)/bin
-VLLM_INSTALL := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
+VLLM_INSTALL := $(VLLM_BIN)/pip install -qq --disable-pip-version-check --no-compile
 VLLM_READY := $(VLLM_VENV)/.installed
 SOURCES := backends client tests build
 
