@@ -29,7 +29,7 @@ def test_a_deploy_file_is_read_without_vllm():
     assert "vllm" not in sys.modules
 
 
-@pytest.mark.parametrize(("tensor_parallel", "gpus"), [(1, []), (4, [0])])
+@pytest.mark.parametrize(("tensor_parallel", "gpus"), [(1, []), (4, [0]), ("x", [])])
 def test_a_stage_of_many_gpus_is_one_instance(tensor_parallel, gpus):
     engine = {"kind": "vllm", "engine_args": {"tensor_parallel_size": tensor_parallel}}
     given = {"pipeline": "qwen3_omni", "stages": {"thinker": {"device": "gpu", "engine": engine}}}

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from tritone.engines.base import Delta, Placement
 from tritone.engines.torch_setup import prepared_torch
-from tritone.engines.vllm.engine_args import ModelOnVllm, prepare, start
+from tritone.engines.vllm.engine_args import ModelOnVllm, gpus_of, prepare, start
 from tritone.engines.vllm.request import POSITION_UNIT, RunnerRequest, TappedRows
 from tritone.engines.vllm.row_memory import RowMemory
 from tritone.engines.vllm.text_engine import VllmTextEngine
@@ -44,7 +44,7 @@ class VllmThinkerOptions(ThinkerOptions):
     @property
     def gpus(self) -> int:
         """How many GPUs one engine takes."""
-        return int(self.engine_args.get("tensor_parallel_size", 1))
+        return gpus_of(self.engine_args)
 
 
 class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
