@@ -37,7 +37,7 @@ TEST_READY := $(VENV)/.installed-test
 PLANS_READY := $(VENV)/.installed-plans
 TENSORRT_READY := $(VENV)/.installed-tensorrt
 VLLM_BIN := $(VLLM_VENV)/bin
-VLLM_INSTALL := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
+VLLM_INSTALL := $(VLLM_BIN)/pip install -qq --disable-pip-version-check --no-compile
 VLLM_READY := $(VLLM_VENV)/.installed
 SOURCES := backends client tests build
 

@@ -8,6 +8,7 @@ import pytest
 
 from thinkers import CASES, assert_equal
 from tritone.engines.vllm.row_memory import RowMemory
+from tritone.errors import InvalidRequest
 
 TEXT, MEDIA = "stops", "image_audio"
 TOGETHER = ("cut", "image_audio", "video_audio", "turns")
@@ -189,6 +190,20 @@ def test_a_prompt_beyond_the_context_is_refused_in_the_words_of_torch(roomy, tor
         said.append((type(refusal.value), str(refusal.value)))
     assert said[0] == said[1]
     roomy.engine.check_integrity()
+
+
+def test_what_vllm_refuses_leaves_nothing_behind(roomy, expected, monkeypatch):
+    def refuse(*_):
+        raise ValueError("no such thing")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(roomy.engine._llm, "add_request", refuse)
+        with pytest.raises(InvalidRequest, match="vLLM does not take the request: no such thing"):
+            roomy.ask("refused", CASES[TEXT])
+        roomy.engine.check_integrity()
+        answer = roomy.one("refused later", CASES["image"])
+        assert isinstance(answer.error, InvalidRequest)
+    assert_equal(roomy.one("taken", CASES[TEXT]), expected[TEXT])
 
 
 def test_a_bad_setting_is_refused_in_the_words_of_torch(roomy, torch_thinker):

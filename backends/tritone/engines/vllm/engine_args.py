@@ -79,12 +79,13 @@ def start(
 
     try:
         importlib.import_module(model.module).register()
-        return LLMEngine.from_engine_args(arguments)
     except ImportError as fault:
         raise ConfigError(
             f"vLLM has another inside than this engine was made for ({fault})",
             f"install one of {', '.join(RELEASES)}",
         ) from None
+    try:
+        return LLMEngine.from_engine_args(arguments)
     except ValueError as fault:
         raise ConfigError(f"vLLM does not start: {_first_line(fault)}", "change engine_args") from fault
 
@@ -133,6 +134,12 @@ def _engine_args(
         raise ConfigError(f"vLLM refuses engine_args: {_first_line(fault)}", "mend the value") from None
 
 
+def gpus_of(engine_args: Mapping[str, Any]) -> int:
+    """How many GPUs one engine takes; what is no number is left for vLLM to refuse."""
+    given = engine_args.get("tensor_parallel_size", 1)
+    return given if isinstance(given, int) else 1
+
+
 def check_engine_args(engine_args: Mapping[str, Any], known: list[str], release: str) -> None:
     """ConfigError for keys that vLLM does not know, or that are not the caller's to set."""
     for key, value in engine_args.items():
@@ -179,7 +186,7 @@ def prepare(device: str, engine_args: Mapping[str, Any]) -> str:
         )
     first, tensor_parallel = (
         int(device.partition(":")[2] or 0),
-        int(engine_args.get("tensor_parallel_size", 1)),
+        gpus_of(engine_args),
     )
     seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     wanted = range(first, first + tensor_parallel)

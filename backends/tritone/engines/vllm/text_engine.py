@@ -48,7 +48,8 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
 
     def abort(self, session: str) -> None:
         self._refused = [delta for delta in self._refused if delta.session != session]
-        if self._sessions.pop(session, None) is not None and self._requests.pop(session, None) is not None:
+        self._sessions.pop(session, None)
+        if self._requests.pop(session, None) is not None:
             self._llm.abort_request([session])
 
     def stats(self) -> dict[str, int | float]:
@@ -123,6 +124,7 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
         try:
             self._llm.add_request(session.id, self._prompt_input(session), params)
         except ValueError as fault:
+            del self._requests[session.id]
             raise InvalidRequest(f"vLLM does not take the request: {fault}", "change its settings") from None
 
     # -- inside a step --------------------------------------------------------------------------------------
