@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import random
 import subprocess
 import sys
@@ -27,8 +29,14 @@ from tritone.errors import ConfigError  # noqa: E402
 from tritone.pipelines.qwen3_omni import code2wav_tensorrt, plan_files  # noqa: E402
 from tritone.pipelines.qwen3_omni.code2wav import Code2Wav, Code2WavOptions  # noqa: E402
 from tritone.pipelines.qwen3_omni.code2wav_onnx import OnnxCode2Wav, OnnxOptions, check_step  # noqa: E402
-from tritone.pipelines.qwen3_omni.code2wav_tensorrt import TensorrtCode2Wav, TensorrtOptions  # noqa: E402
+from tritone.pipelines.qwen3_omni.code2wav_tensorrt import (  # noqa: E402
+    TensorrtCode2Wav,
+    TensorrtOptions,
+    TensorrtWaves,
+)
 from tritone.pipelines.qwen3_omni.plan_model import plan_model  # noqa: E402
+from tritone.pipelines.qwen3_omni.wave_steps import Buckets  # noqa: E402
+from tritone.pipelines.qwen3_omni.waves import Share  # noqa: E402
 
 from .test_qwen3_omni_code2wav import chunks_of, sound  # noqa: E402
 from .test_waveform_decoder import one_thread  # noqa: E402
@@ -242,6 +250,69 @@ def test_an_engine_without_what_it_needs_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     assert "no plan of sm90 and tensorrt-10.13.0.35" in refused()
+
+
+class StandIn:
+    """An ICudaEngine and its context on the CPU: works on the addresses it is told, by onnxruntime."""
+
+    def __init__(self, session, rows, frames):
+        self._session, self._most = session, (rows, frames)
+        self._shapes, self._addresses = {}, {}
+        self.passes = []
+
+    def create_execution_context(self):
+        return self
+
+    def get_tensor_shape(self, name):
+        (shape,) = (tensor.shape for tensor in self._session.get_inputs() if tensor.name == name)
+        return [size if isinstance(size, int) else -1 for size in shape]
+
+    def set_input_shape(self, name, shape):
+        expected = self.get_tensor_shape(name)
+        assert len(shape) == len(expected) and shape[0] <= self._most[0]
+        assert all(size in (-1, given) for size, given in zip(expected, shape, strict=True))
+        self._shapes[name] = shape
+
+    def set_tensor_address(self, name, address):
+        self._addresses[name] = address
+
+    def execute_async_v3(self, stream):
+        rows, frames, _ = self._shapes["codes"]
+        assert frames <= self._most[1]
+        self.passes.append((rows, frames))
+        given = {name: self._at(name, self._shapes[name]).copy() for name in plan_files.INPUTS}
+        for name, made in zip(plan_files.OUTPUTS, self._session.run(plan_files.OUTPUTS, given), strict=True):
+            self._at(name, made.shape)[:] = made
+        return True
+
+    def _at(self, name, shape):
+        kind = ctypes.c_float if name.startswith(("memory", "wave")) else ctypes.c_int32
+        pointer = ctypes.cast(self._addresses[name], ctypes.POINTER(kind))
+        return np.ctypeslib.as_array(pointer, (int(np.prod(shape)),)).reshape(shape)
+
+
+def test_passes_of_a_plan_keep_the_pool(engine, exported, whole, monkeypatch):
+    """All of the engine but the plan itself: buckets, spare rows, slots, addresses, types."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    stand_in = StandIn(engine._waves._session, 4, 16)
+    buckets = Buckets.of(8, (4, 8, 16)).up_to(4)
+    waves = TensorrtWaves(stand_in, plans.codec_config(exported), buckets, 7, "cpu")
+    frames = [random_frames(length, seed) for seed, length in enumerate((30, 9, 41, 3, 22, 17, 26, 12))]
+    heard = {number: [] for number in range(len(frames))}
+    for numbers in ((0, 1, 2, 3, 4, 5, 6), (7,)):  # the last one in a slot that another had
+        for slot, _ in enumerate(numbers):
+            waves.begin(slot)
+        cuts = {number: list(np.array_split(frames[number], 3)) for number in numbers}
+        for _ in range(3):
+            shares = [Share(slot, cuts[number].pop(0)) for slot, number in enumerate(numbers)]
+            for number, samples in zip(numbers, waves.decode(shares), strict=True):
+                heard[number].append(samples)
+    for number, mine in heard.items():
+        np.testing.assert_allclose(np.concatenate(mine), whole(frames[number]), atol=1e-5)
+    assert set(stand_in.passes) <= set(buckets.shapes())
+    assert (4, 16) in stand_in.passes  # three streams and a spare row
 
 
 def test_a_model_of_tritons_own_backend(checkpoint):

@@ -116,7 +116,7 @@ class TensorrtWaves(StepWaves):
                 raise RuntimeError("TensorRT refused to run the plan")
             self._pool["memory"][places] = made["memory_out"]
             self._pool["frames"][places] = made["frames_out"]
-            wave: Array = made["wave"].cpu().numpy()  # waits for the stream
+            wave: Array = made["wave"].to("cpu", copy=True).numpy()  # waits for the stream
         return wave
 
     def _part(self, name: str, shape: tuple[int, ...]) -> Any:
