@@ -41,7 +41,7 @@ VLLM_INSTALL := $(VLLM_BIN)/pip install -qq --disable-pip-version-check --no-com
 VLLM_READY := $(VLLM_VENV)/.installed
 SOURCES := backends client tests build
 
-.PHONY: demo serve test test-vllm perf soak plans test-plans setup weights prometheus lint format clean
+.PHONY: demo serve test test-all-but-vllm test-vllm perf soak plans test-plans setup weights prometheus lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(SERVE_READY) weights
@@ -52,8 +52,11 @@ serve: $(SERVE_READY) weights
 	@$(BIN)/tritone serve $(PIPELINE) $(ARGS)
 
 test: $(TEST_READY) weights lint prometheus
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(MAKE) -j2 test-all-but-vllm $(VLLM_READY)
 	@$(MAKE) test-vllm ARGS=
+
+test-all-but-vllm: $(TEST_READY)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-vllm: $(TEST_READY) $(VLLM_READY) weights
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)

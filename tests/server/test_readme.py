@@ -105,7 +105,7 @@ def test_a_readme_command_works(desk, command):
     if needs_question and not (desk.folder / "reply.wav").exists():
         desk('tritone say "What is the capital of France?" --out reply.wav')
     output = desk(command)
-    if "profile" in command:
+    if command.startswith("tritone profile"):
         assert (desk.folder / command.partition("--out ")[2].split()[0]).stat().st_size > 100
     elif "--out" in command:
         assert_heard(desk.folder / command.partition("--out ")[2].split()[0], command)
