@@ -27,11 +27,11 @@ PROMPT ?=
 AUDIO ?=
 URL ?=
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/pip install -qq --disable-pip-version-check -c requirements.lock
+INSTALL := $(BIN)/pip install -qq --disable-pip-version-check --no-compile -c requirements.lock
 SERVE_READY := $(VENV)/.installed-serve
 TEST_READY := $(VENV)/.installed-test
 PLANS_READY := $(VENV)/.installed-plans
@@ -51,7 +51,8 @@ export PROMPT AUDIO OUT
 serve: $(SERVE_READY) weights
 	@$(BIN)/tritone serve $(PIPELINE) $(ARGS)
 
-test: $(TEST_READY) weights lint prometheus
+test: $(TEST_READY)
+	@$(MAKE) -j3 weights lint prometheus
 	@$(MAKE) -j2 test-all-but-vllm $(VLLM_READY)
 	@$(MAKE) test-vllm ARGS=
 
