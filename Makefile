@@ -1,7 +1,7 @@
 # make demo          install, build the weights, serve, ask, hear the answer in reply.wav
 # make serve         the same server, until Ctrl-C
 # make test          everything that must pass
-# make test-vllm     of that, what needs vLLM, in an environment of its own
+# make test-vllm     what needs vLLM, in an environment of its own: four minutes more
 # make perf          perf_analyzer against a pipeline: client/bench/perf_analyzer/
 # make soak          load and faults for a quarter of an hour: tests/soak/soak.py
 # make plans         Code2Wav of qwen3_omni as an ONNX file; ARGS="--checkpoint DIR --tensorrt": build/plans.py
@@ -27,7 +27,7 @@ PROMPT ?=
 AUDIO ?=
 URL ?=
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 2
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
@@ -41,7 +41,7 @@ VLLM_INSTALL := $(VLLM_BIN)/pip install -qq --disable-pip-version-check --no-com
 VLLM_READY := $(VLLM_VENV)/.installed
 SOURCES := backends client tests build
 
-.PHONY: demo serve test test-all-but-vllm test-vllm perf soak plans test-plans setup weights prometheus lint format clean
+.PHONY: demo serve test test-vllm perf soak plans test-plans setup weights prometheus lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(SERVE_READY) weights
@@ -53,11 +53,7 @@ serve: $(SERVE_READY) weights
 
 test: $(TEST_READY)
 	@$(MAKE) -j3 weights lint prometheus
-	@$(MAKE) -j2 test-all-but-vllm $(VLLM_READY)
-	@$(MAKE) test-vllm ARGS=
-
-test-all-but-vllm: $(TEST_READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-vllm: $(TEST_READY) $(VLLM_READY) weights
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
