@@ -99,7 +99,9 @@ def run(parts: list[str], scale: float, kill_s: float, folder: Path) -> Iterator
             with served("fake", _folder(folder, part), overrides) as server:
                 for kind in ("hang",) if part == "j" else ("fail", "raise", "oom", "kill"):
                     for stage in soak_faults.STAGES:
-                        yield asyncio.run(soak_faults.one_fault(server, kind, stage, size(5)))
+                        report = asyncio.run(soak_faults.one_fault(server, kind, stage, size(5)))
+                        report.part = part
+                        yield report
         else:
             overrides = RESUMING if part == "k" else ()
             with served("fake", _folder(folder, part), overrides) as server:
