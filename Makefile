@@ -53,7 +53,7 @@ serve: $(SERVE_READY) weights
 
 test: $(TEST_READY)
 	@$(MAKE) -j3 weights lint prometheus
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm: $(TEST_READY) $(VLLM_READY) weights
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
