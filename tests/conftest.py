@@ -22,7 +22,7 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    """Files that start servers come first: they take longest, and one at the end would keep a worker waiting."""
+    """Files that start servers come first: one of them at the end would keep a worker waiting."""
     items.sort(key=lambda item: item.get_closest_marker("server") is None)
 
 
