@@ -6,8 +6,8 @@
 
 python build/venv_above.py DIR
 
-`DIR/bin/python -m pip install …` then passes over what this environment has in the version that is wanted. One
-that is there already is kept, and set above this one again.
+`DIR/bin/python -m pip install …` then passes over what this environment has in the version that is wanted. A
+DIR that is there already is kept, and set above this environment again.
 """
 
 from __future__ import annotations
