@@ -114,6 +114,25 @@ class Thinking(TextWriter[ThinkerSession]):
     def push(self, session: str, inputs: Values, last: bool) -> None:
         """A request comes whole: nothing can follow."""
 
+    def step(self) -> list[Delta]:
+        self._take_read_prompts()
+        return super().step()
+
+    @property
+    def has_work(self) -> bool:
+        return not self._read_prompts.empty() or super().has_work
+
+    def abort(self, session: str) -> None:
+        known = self._sessions.get(session)
+        if known is not None and known.reading is not None:
+            known.unwanted = True
+            known.reading.cancel()
+        super().abort(session)
+
+    def stats(self) -> dict[str, int | float]:
+        reading = sum(session.reading is not None for session in self._sessions.values())
+        return {**super().stats(), "reading_media": reading}
+
     def _take_read_prompts(self) -> None:
         """Let sessions whose media have been read wait for their turn, or refuse them."""
         while not self._read_prompts.empty():
@@ -127,18 +146,6 @@ class Thinking(TextWriter[ThinkerSession]):
                 self._take_prompt(session, prompt)
             except TritoneError as error:
                 self._refuse(session.id, error)
-
-    def _stop_reading(self, session: str) -> None:
-        """Spare the media threads the rest of their work for a session that is aborted."""
-        known = self._sessions.get(session)
-        if known is not None and known.reading is not None:
-            known.unwanted = True
-            known.reading.cancel()
-
-    @property
-    def _reading(self) -> int:
-        """Sessions whose media are being read."""
-        return sum(session.reading is not None for session in self._sessions.values())
 
     # -- the prompt -----------------------------------------------------------------------------------------
 

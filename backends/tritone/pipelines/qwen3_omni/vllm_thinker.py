@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from tritone.engines.base import Delta, Placement
+from tritone.engines.base import Placement
 from tritone.engines.memory import Ground, Term
 from tritone.engines.torch_setup import prepared_torch
 from tritone.engines.vllm.engine_args import ModelOnVllm, prepare, spread, start
@@ -95,23 +95,6 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
     @classmethod
     def memory(cls, ground: Ground, options: VllmThinkerOptions) -> list[Term]:
         return vllm_thinker_terms(ground, options)
-
-    # -- the interface --------------------------------------------------------------------------------------
-
-    def step(self) -> list[Delta]:
-        self._take_read_prompts()
-        return super().step()
-
-    @property
-    def has_work(self) -> bool:
-        return not self._read_prompts.empty() or super().has_work
-
-    def abort(self, session: str) -> None:
-        self._stop_reading(session)
-        super().abort(session)
-
-    def stats(self) -> dict[str, int | float]:
-        return {**super().stats(), "reading_media": self._reading}
 
     # -- what vLLM is given ---------------------------------------------------------------------------------
 
