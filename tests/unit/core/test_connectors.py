@@ -22,6 +22,8 @@ from tritone.connectors.local import LocalConnector
 from tritone.deploy import ConnectorLimits
 from tritone.errors import EngineLost, TritoneError, Unavailable
 
+from .waiting import wait_until
+
 EDGE = ("giver", "taker")
 WINDOW = 1 << 20
 
@@ -32,13 +34,6 @@ def delivery(number, last=False, size_bytes=10, session="s", edge=EDGE):
 
 def numbers(deliveries):
     return [item.key.number for item in deliveries]
-
-
-def wait_until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.002)
 
 
 # -- the receiving half ------------------------------------------------------------------------------------
