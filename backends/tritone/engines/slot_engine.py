@@ -40,7 +40,7 @@ class SlotOptions:
     max_context_tokens: int = 2048  # prompt and answer of one session
     prefill_chunk_tokens: int = 32  # prompt tokens a step: more is faster, less keeps a steadier pace
     max_waiting: int = 64  # sessions beyond the slots, before new ones are refused
-    dtype: str = "float32"
+    dtype: str = "float32"  # of weights, caches and arithmetic: float32, bfloat16 or float16
 
     def __post_init__(self) -> None:
         for name, least in (

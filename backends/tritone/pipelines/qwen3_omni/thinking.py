@@ -50,7 +50,7 @@ class ThinkerOptions(SlotOptions):
     system_prompt: str = ""  # for conversations without a system message
     prefix_cache: bool = True  # start a prompt from what the cache remembers of one with the same beginning
     video_fps: Annotated[float, Meta(gt=0)] = 2.0  # frames that are looked at a second
-    max_video_frames: Annotated[int, Meta(ge=4)] = 768
+    max_video_frames: Annotated[int, Meta(ge=4)] = 768  # of one video, however long
     max_video_pixels: Annotated[int, Meta(ge=1)] = 256_000_000  # of all such frames of a request together
 
     @property

@@ -39,7 +39,7 @@ NOTHING = np.zeros(0, np.int64)
 class VllmThinkerOptions(ThinkerOptions):
     """Those of the torch Thinker, and vLLM's."""
 
-    prefill_chunk_tokens: int = 2048
+    prefill_chunk_tokens: int = 2048  # prompt tokens a step, beside the tokens that are drawn
     remembered_bytes: Annotated[int, Meta(ge=0)] = 256 << 20  # of media's hidden states, for the next turn
     engine_args: dict[str, Any] = field(default_factory=dict)  # to vLLM's EngineArgs, unchanged
 
