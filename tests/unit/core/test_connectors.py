@@ -421,7 +421,8 @@ def test_a_peer_that_does_not_read_holds_up_neither_its_producer_nor_other_peers
     for number in range(1, 40):  # far more than a socket holds
         put(giver, deaf, number, rows(40, number), last=number == 39)
     assert giver.stat("queued_bytes") > 0
-    assert len(set(threading.enumerate()) - before) == 1, "a thread a put?"
+    fresh = set(threading.enumerate()) - before
+    assert len(fresh) <= 2, "a thread a put?"  # the lane's, and the deaf one's reader, which may start late
     put(giver, taker, 0, "hello", last=True, edge=("giver", "other"))
     assert [item.values for item in taker.get("s", 1)] == [{"x": "hello"}]
     assert giver.stat("queued_bytes") > 0

@@ -4,7 +4,7 @@
                                                      └─ layer `accept_hidden_layer` at media tokens ─► talker
 
 The prompt, its towers and its positions are the torch Thinker's own, so that both read a request alike: see
-thinking.py. vLLM runs in a Python of its own (`python:` of the stage): README, Thinker on vLLM.
+thinking.py. vLLM runs in a Python of its own (`python:` of the stage): README.md beside this.
 """
 
 from __future__ import annotations
