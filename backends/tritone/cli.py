@@ -24,6 +24,7 @@ from tritone.asked import DRAIN_S, Asked, ServeOptions
 from tritone.chain import chain
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError, TritoneError
+from tritone.finding import Level, worst
 from tritone.pipeline import Checkpoint
 from tritone.ram import ram
 from tritone.server import Interpreter, Listen
@@ -445,7 +446,7 @@ def _doctor(args: argparse.Namespace) -> int:
     for finding in doctor.examine(args.model_repository, _listen(args)):
         _say(str(finding))
         findings.append(finding)
-    return 1 if doctor.worst(findings) is doctor.Level.PROBLEM else 0
+    return 1 if worst(findings) is Level.PROBLEM else 0
 
 
 def _models(_: argparse.Namespace) -> int:

@@ -70,10 +70,10 @@ class Urls:
     """Which media a request may name by URL, in place of the file itself; see fetch.py."""
 
     allow: tuple[str, ...] = ()  # hosts, or *.domain for all below one; none: URLs are refused
-    ports: tuple[int, ...] = (80, 443)
+    ports: tuple[int, ...] = (80, 443)  # that a URL may name
     max_bytes: int = 64 << 20  # of one file; what `limits` gives its kind holds as well
     timeout_s: float = 10.0  # of one file, from the first look-up to the last byte
-    per_request: int = 4
+    per_request: int = 4  # files
     at_once: int = 8  # of all requests of one orchestrator together
 
 
@@ -82,9 +82,7 @@ class Tracing:
     """Where the spans of requests go; see tracing.py. Without an endpoint the environment may name one."""
 
     otlp_endpoint: str = ""  # URL of a collector that takes OTLP over HTTP, e.g. http://127.0.0.1:4318
-    sample_ratio: float | None = (
-        None  # of requests whose caller says nothing; None: OTEL_TRACES_SAMPLER, or all
-    )
+    sample_ratio: float | None = None  # of requests without a trace of their own; else OTEL_TRACES_SAMPLER
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class Memory:
     """What the memory plan counts with in place of what this machine has, e.g. to plan for another one."""
 
     gpu_gib: float | None = None  # of each GPU
-    ram_gib: float | None = None
+    ram_gib: float | None = None  # of the machine
 
 
 @dataclass(frozen=True)
@@ -114,11 +112,11 @@ class StageDeploy:
 
     model: str  # name of the Triton model that serves the stage
     instances: int = 1  # engine processes that share the stage's work
-    device: str | tuple[str, ...] = "cpu"  # cpu, gpu, gpu:<number> or a list of these: see device.py
+    device: str | tuple[str, ...] = "cpu"  # cpu, gpu, gpu:<number>, or a list to spread it over
     threads: int = 1  # intra-op threads of one engine on a CPU
     colocate: str | None = None  # stages with the same word share one engine process
     python: str | None = None  # interpreter of the engine; default: the one that runs the server's stubs
-    load_timeout_s: float = 300.0
+    load_timeout_s: float = 300.0  # from the start of an engine until it serves
     call_timeout_s: float = 30.0  # one control call or one batch
     lease_s: float = 660.0  # a session that waits for input this long is dropped; above every deadline
     max_batch_size: int = 16  # Triton-batched stages only
@@ -153,14 +151,14 @@ class Deploy:
     stall_s: float = 30.0  # a request to which no stage gives anything for this long has its stages pinged
     stall_limit_s: float = 120.0  # … and for this long is ended
     resumes: int = 0  # times that a request whose engine died begins again, unheard up to where it was
-    metrics: bool = True  # shown by the server's /metrics, see metrics.py
+    metrics: bool = True  # shown by the server's /metrics
     chunks: Chunks = field(default_factory=Chunks)
     limits: Limits = field(default_factory=Limits)
     connector: ConnectorLimits = field(default_factory=ConnectorLimits)
     urls: Urls = field(default_factory=Urls)
     memory: Memory = field(default_factory=Memory)
     tracing: Tracing = field(default_factory=Tracing)
-    profiling: bool = False  # the user who runs the server may profile its processes, see profiling.py
+    profiling: bool = False  # the user who runs the server may profile its processes
     mode: str = MODES[0]  # sync: each stage waits for all that the stages before it give; for debugging
     source: Mapping[str, Any] = field(default_factory=dict)  # the effective mapping, for rendering
 

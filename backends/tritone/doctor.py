@@ -10,64 +10,27 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import tritone
 from tritone import deploy as deploys
-from tritone import gpus, memory_plan, repository
+from tritone import repository, room
 from tritone import server as servers
 from tritone.admin import is_loopback
 from tritone.checkpoint import checkpoint_dir
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError
-from tritone.memory_plan import MIB, MemoryPlan, num_instances, size
+from tritone.finding import Finding, from_error, ok, problem, warning
+from tritone.gpus import num_gpus
+from tritone.memory_plan import MIB, num_instances, size
 from tritone.pipeline import Checkpoint
-from tritone.ram import ram
+from tritone.room import Room
 from tritone.server import Interpreter, Listen, Server, known_faults
 from tritone.tracing import is_on
 
 SHM = Path("/dev/shm")
 INSTANCE_SHM_BYTES = 8 * MIB  # of one model instance under load; a region never shrinks
-
-
-class Level(StrEnum):
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    level: Level
-    subject: str  # one or two words
-    what: str
-    cure: str = ""
-    detail: tuple[str, ...] = ()  # lines below it, e.g. the arithmetic
-
-    def __str__(self) -> str:
-        line = f"{self.level:<8} {self.subject:<11} {self.what}" + (f"; {self.cure}" if self.cure else "")
-        return "\n".join((line, *self.detail))
-
-
-def ok(subject: str, what: str) -> Finding:
-    return Finding(Level.OK, subject, what)
-
-
-def warning(subject: str, what: str, cure: str) -> Finding:
-    return Finding(Level.WARNING, subject, what, cure)
-
-
-def problem(subject: str, what: str, cure: str) -> Finding:
-    return Finding(Level.PROBLEM, subject, what, cure)
-
-
-def from_error(subject: str, error: ConfigError) -> Finding:
-    return problem(subject, error.what, error.cure)
 
 
 # -- the machine ---------------------------------------------------------------------------------------------
@@ -164,42 +127,6 @@ def check_shm(free_bytes: int, instances: int) -> Finding:
             "shm", f"{text}, little for long recordings at {instances} instances", "give 1 GiB or more"
         )
     return ok("shm", text)
-
-
-def check_memory(plan: MemoryPlan) -> list[Finding]:
-    """One finding a place that is to hold something; with the arithmetic where it is too small."""
-    small = plan.too_small()
-    return [
-        Finding(
-            Level.PROBLEM,
-            "memory",
-            f"{place.name} is too small: {plan.summary(place)}",
-            plan.cure(place),
-            tuple(plan.table(place)[1:]),
-        )
-        if place in small
-        else ok("memory", f"{place.name}: {plan.summary(place)}")
-        for place in plan.used()
-    ]
-
-
-def check_planned(pipelines: Sequence[Deploy]) -> list[Finding]:
-    """The memory of pipelines that are to be served together; nothing where a checkpoint tells nothing, which
-    is said elsewhere."""
-    found = gpus.find()
-    try:
-        plan = memory_plan.plan(pipelines, found, ram())
-    except ConfigError:
-        return []
-    there = max(len(found), num_gpus())
-    missing = [place.name for place in plan.used() if place.number is not None and place.number >= there > 0]
-    return [
-        *check_memory(plan),
-        *(
-            problem("gpu", f"{name} is not on this machine, which shows {there}", "name another in `device:`")
-            for name in missing
-        ),
-    ]
 
 
 def check_cores(cores: int) -> Finding:
@@ -363,7 +290,7 @@ def check_repository(folder: Path) -> list[Finding]:
         *check_urls(deploy),
         *check_tracing(deploy),
         *check_checkpoint(deploy),
-        *check_planned([deploy]),
+        *room.check_planned([deploy], Room.now()),
     ]
 
 
@@ -397,10 +324,6 @@ def torch_cuda() -> str | None:
     return match.group(1) if match else None
 
 
-def num_gpus(devices: Path = Path("/dev")) -> int:
-    return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in devices.iterdir())
-
-
 # -- all together --------------------------------------------------------------------------------------------
 
 
@@ -416,11 +339,11 @@ def machine(python: Interpreter) -> tuple[Server | None, list[Finding]]:
 
 
 def for_pipelines(
-    pipelines: Sequence[Deploy], listen: Listen, extra: Sequence[str] = ()
+    pipelines: Sequence[Deploy], there: Room, listen: Listen, extra: Sequence[str] = ()
 ) -> Iterator[Finding]:
     """The checks before these pipelines are served together."""
     yield check_shm(shutil.disk_usage(SHM).free, sum(num_instances(deploy) for deploy in pipelines))
-    yield from check_planned(pipelines)
+    yield from room.check_planned(pipelines, there)
     yield from check_ports(listen)
     yield check_exposure(listen, extra)
     for deploy in pipelines:
@@ -446,19 +369,14 @@ def examine(repositories: Sequence[Path], listen: Listen) -> Iterator[Finding]:
     _, findings = machine(Interpreter.current())
     yield from findings
     yield check_shm(shutil.disk_usage(SHM).free, instances=6)
-    memory = ram()
-    yield ok("memory", f"{size(memory.free_bytes or 0)} of {size(memory.total_bytes or 0)} available")
-    for number, gpu in enumerate(gpus.find()):
-        there = f"{size(gpu.free_bytes)} of {size(gpu.total_bytes)} free"
-        yield ok("gpu", f"gpu:{number} {gpu.name}, {there}")
+    there = Room.now()
+    free_bytes, total_bytes = there.ram.free_bytes or 0, there.ram.total_bytes or 0
+    yield ok("memory", f"{size(free_bytes)} of {size(total_bytes)} available")
+    for number, gpu in enumerate(there.gpus):
+        yield ok("gpu", f"gpu:{number} {gpu.name}, {size(gpu.free_bytes)} of {size(gpu.total_bytes)} free")
     yield check_cores(len(os.sched_getaffinity(0)))
     yield check_torch(package_version("torch"), torch_cuda(), num_gpus())
     yield checkpoints_present()
     yield from check_ports(listen)
     for folder in repositories:
         yield from check_repository(folder)
-
-
-def worst(findings: Iterable[Finding]) -> Level:
-    levels = {finding.level for finding in findings}
-    return next((level for level in (Level.PROBLEM, Level.WARNING) if level in levels), Level.OK)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 QUERY = (
     "nvidia-smi",
@@ -40,3 +42,8 @@ def find(environ: Mapping[str, str] = os.environ, query: tuple[str, ...] = QUERY
     numbers = sorted(int(name) for name in by_name if name.isdecimal())
     shown = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, numbers)))
     return tuple(by_name[word] for word in map(str.strip, shown.split(",")) if word in by_name)
+
+
+def num_gpus(devices: Path = Path("/dev")) -> int:
+    """How many a machine shows, with a driver that answers or without."""
+    return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in devices.iterdir())

@@ -9,6 +9,7 @@ A dead engine is none of its business: the engine's door starts it again.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 from tritone import doctor
 from tritone import server as servers
 from tritone.deploy import Deploy
-from tritone.errors import ConfigError, TritoneError
+from tritone.errors import ConfigError, TritoneError, Unavailable
+from tritone.finding import Level
 from tritone.health import Board, stage_faults
 from tritone.pipeline import Batching
 from tritone.running_server import RunningServer, models_of, pipeline_models, twin_of
@@ -99,21 +101,33 @@ class PipelineWatch:
         """Serve the pipeline as `deploy` says; what that took, or the TritoneError when all is as it was."""
         order = Change(deploy, Future())
         self._orders.put(order)
+        if self._ending.is_set():  # perhaps after the thread looked for the last time
+            self._refuse_orders()
         return order.done
 
     def _work(self) -> None:
-        while True:
+        while not self._ending.is_set():
             try:
                 order = self._orders.get(timeout=LOOK_EVERY_S)
             except queue.Empty:
                 self._watch()
                 continue
             if order is None:
-                return
+                break
             try:
                 order.done.set_result(self._exchange(order.deploy))
             except Exception as error:
                 order.done.set_exception(error)
+        self._refuse_orders()
+
+    def _refuse_orders(self) -> None:
+        """Nobody will follow the orders that are left: those who wait for them are told."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                order = self._orders.get_nowait()
+                if order is not None:
+                    what = f"{self._name} was not reloaded, since its server has ended"
+                    order.done.set_exception(Unavailable(what, "try again when it is ready"))
 
     # -- look and mend ---------------------------------------------------------------------------------------
 
@@ -266,7 +280,7 @@ class PipelineWatch:
                 "restart it for that",
             )
         for finding in doctor.check_checkpoint(new):
-            if finding.level is doctor.Level.PROBLEM:
+            if finding.level is Level.PROBLEM:
                 raise ConfigError(finding.what, finding.cure)
 
     def _wait_ready(self, timeout_s: float) -> None:

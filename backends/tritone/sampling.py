@@ -19,16 +19,16 @@ MAX_STOP_STRINGS = 16
 class Sampling:
     """One stage's settings. Temperature 0 is greedy; the other filters then have no effect."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: no limit
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int = 256
-    min_tokens: int = 0
-    seed: int | None = None  # None: drawn per request by the orchestrator and reported in `done`
+    temperature: float = 0.0  # 0: always the likeliest token
+    top_p: float = 1.0  # the likeliest tokens that have this probability together
+    top_k: int = 0  # so many of the likeliest tokens; 0: no limit
+    min_p: float = 0.0  # tokens at least so likely, as a part of the likeliest one's probability
+    repetition_penalty: float = 1.0  # above 1: tokens that were there already become less likely
+    max_tokens: int = 256  # then finish reason `length`
+    min_tokens: int = 0  # before which nothing ends the answer
+    seed: int | None = None  # left out: drawn by the orchestrator for each request, and told in `done`
     stop: tuple[str, ...] = ()  # stop strings; never part of the output
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # the token that ends an answer does not end it
 
     def merged(self, changes: Mapping[str, Any], where: str = "sampling_parameters") -> Sampling:
         """These settings with a caller's `changes` on top.

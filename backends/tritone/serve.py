@@ -27,7 +27,9 @@ from tritone.asked import Asked, ServeOptions
 from tritone.deploy import Deploy
 from tritone.desk import Desk
 from tritone.errors import ConfigError, TritoneError
+from tritone.finding import Level
 from tritone.health import HealthServer
+from tritone.room import Room
 from tritone.running_server import LOG_NAME, READY_NAME, RunningServer, log_file
 from tritone.server import Interpreter, Listen
 from tritone.supervisor import Supervisor
@@ -43,11 +45,12 @@ def serve(options: ServeOptions, say: Callable[[str], None], asked: Asked) -> in
     pipelines = load_pipelines(options.targets, options.overrides, options.profiles)
     python = Interpreter.current()
     server, findings = doctor.machine(python)
-    findings += doctor.for_pipelines(pipelines, options.listen, options.extra)
+    room = Room.now()
+    findings += doctor.for_pipelines(pipelines, room, options.listen, options.extra)
     for finding in findings:
-        if options.check_only or finding.level is not doctor.Level.OK:
+        if options.check_only or finding.level is not Level.OK:
             say(str(finding))
-    problems = sum(finding.level is doctor.Level.PROBLEM for finding in findings)
+    problems = sum(finding.level is Level.PROBLEM for finding in findings)
     if problems or server is None:
         raise ConfigError(f"{problems} problem(s) in the way, listed above", "mend them and try again")
     if options.check_only:
@@ -61,6 +64,7 @@ def serve(options: ServeOptions, say: Callable[[str], None], asked: Asked) -> in
         say(f"log    {log or 'stderr'}")
         supervisor = Supervisor(
             pipelines,
+            room,
             options,
             lambda deploys: RunningServer(server, python, deploys, folder, options),
             lambda: load_pipelines(options.targets, options.overrides, options.profiles),

@@ -9,11 +9,10 @@ What goes wrong and what is done about it is one line each, on the console and i
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
 
 from tritone import server_log, wire
 from tritone.asked import Asked, ServeOptions
@@ -22,6 +21,7 @@ from tritone.errors import ConfigError, NotFound, TritoneError, Unavailable, sug
 from tritone.health import ENDING, SERVING, Board
 from tritone.pipeline_watch import PipelineWatch
 from tritone.profiling import Profiler
+from tritone.room import Room, require_room
 from tritone.running_server import POLL_S, RunningServer, ServerCrashed
 from tritone.server import Listen
 
@@ -36,18 +36,19 @@ class Supervisor:
     def __init__(
         self,
         pipelines: Sequence[Deploy],
+        room: Room,
         options: ServeOptions,
         make: Callable[[Sequence[Deploy]], RunningServer],
         reread: Callable[[], Sequence[Deploy]],
         say: Callable[[str], None],
         asked: Asked,
     ) -> None:
-        """make: a server that is not started. reread: the deploy files, as they are now; raises ConfigError.
-
-        say: takes each line for the user.
+        """room: before anything of theirs ran. make: a server that is not started. reread: the deploy files,
+        as they are now; raises ConfigError. say: takes each line for the user.
         """
         self.board = Board({d.pipeline.name: [s.name for s in d.pipeline.stages] for d in pipelines})
         self._pipelines: dict[str, Deploy] = {deploy.pipeline.name: deploy for deploy in pipelines}
+        self._room = room
         self._options = options
         self._make = make
         self._reread = reread
@@ -56,6 +57,7 @@ class Supervisor:
         self._run: RunningServer | None = None
         self._watches: Mapping[str, PipelineWatch] = {}
         self._profiler = Profiler()
+        self._changing = threading.Lock()  # one at a time: the next may need the memory that it gives back
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES + 1)  # time.monotonic()
         self._down_since_s: float | None = None
         self._start_s = 0.0  # how long the last start took
@@ -96,17 +98,13 @@ class Supervisor:
         """
         if pipeline:
             self._served(pipeline)
-        fresh = {deploy.pipeline.name: deploy for deploy in self._reread()}
-        if set(fresh) != set(self._pipelines):
-            raise ConfigError(f"the files are of {', '.join(fresh)} now", "restart to serve other pipelines")
-        done = []
-        for name in [pipeline] if pipeline else list(fresh):
-            watch = self._watches.get(name)
-            if watch is None:
-                raise TritoneError("the server is not ready", "try again when it is")
-            done.append(watch.change(fresh[name]).result())
-            self._pipelines[name] = fresh[name]
-        return "; ".join(done)
+        with self._changing:
+            fresh = {deploy.pipeline.name: deploy for deploy in self._reread()}
+            if set(fresh) != set(self._pipelines):
+                raise ConfigError(
+                    f"the files are of {', '.join(fresh)} now", "restart to serve other pipelines"
+                )
+            return "; ".join([self._change(fresh[name]) for name in ([pipeline] if pipeline else fresh)])
 
     def profile(self, order: wire.Profile) -> wire.Profiled:
         """Take a profile of a process of the server. Raises TritoneError when it cannot be."""
@@ -142,24 +140,35 @@ class Supervisor:
                 if watch.verdict is not None:
                     raise watch.verdict
             if self._asked.take_reload():
-                self._reload_all()
+                threading.Thread(target=self._reload_all, daemon=True, name="reload").start()
+
+    def _change(self, new: Deploy) -> str:
+        """Serve a pipeline as `new` says; what that took. Raises TritoneError when all is as it was."""
+        name = new.pipeline.name
+        watch = self._watches.get(name)
+        if watch is None:
+            raise Unavailable("the server is not ready", "try again when it is")
+        if new.digest != self._pipelines[name].digest:
+            require_room(list(self._pipelines.values()), new, self._room, Room.now())
+        done = watch.change(new).result()
+        self._pipelines[name] = new
+        return done
 
     def _reload_all(self) -> None:
-        """What a signal asks for. The pipelines do it on threads of their own."""
+        """What a signal asks for: every pipeline that it can be done for."""
         try:
-            for deploy in self._reread():
-                watch = self._watches.get(deploy.pipeline.name)
-                if watch is not None:
-                    watch.change(deploy).add_done_callback(partial(self._note_reload, deploy))
+            with self._changing:
+                for deploy in self._reread():
+                    if deploy.pipeline.name in self._pipelines:
+                        self._note_change(deploy)
         except TritoneError as error:
             self._note(f"reload: {error}")
 
-    def _note_reload(self, deploy: Deploy, done: Future[str]) -> None:
-        error = done.exception()
-        if error is not None:
+    def _note_change(self, deploy: Deploy) -> None:
+        try:
+            self._change(deploy)
+        except Exception as error:
             self._note(f"reload of {deploy.pipeline.name}: {error}")
-        else:
-            self._pipelines[deploy.pipeline.name] = deploy
 
     # -- the next one ----------------------------------------------------------------------------------------
 

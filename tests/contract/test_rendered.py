@@ -1,5 +1,6 @@
 """Committed config.pbtxt files are what rendering gives, and declare the contract."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,13 @@ def test_no_stage_is_decoupled():
         assert not config("smoltalk", f"smoltalk_{stage}").model_transaction_policy.decoupled
 
 
-def test_the_contract_page_is_what_the_ports_say():
-    script = REPOSITORY.parent / "build" / "contract_page.py"
-    done = subprocess.run([sys.executable, str(script), "--check"])
-    assert done.returncode == 0, "run `python build/contract_page.py`"
+@pytest.mark.parametrize("name", ["contract_page.py", "deploy_page.py"])
+def test_a_written_page_is_what_its_sources_say(name):
+    done = subprocess.run([sys.executable, str(REPOSITORY.parent / "build" / name), "--check"])
+    assert done.returncode == 0, f"run `python build/{name}`"
+
+
+def test_the_deploy_page_has_a_meaning_for_every_key():
+    rows = re.findall(r"^\| `.*", (REPOSITORY / "DEPLOY.md").read_text(), re.MULTILINE)
+    assert len(rows) > 100
+    assert [row for row in rows if row.rstrip().endswith("|  |")] == []

@@ -20,6 +20,7 @@ from tritone_client import AsyncTritoneClient
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240
+END_TIMEOUT_S = 60
 REGION = re.compile(r" (/dev/shm/\S+)$", re.MULTILINE)
 
 
@@ -122,44 +123,63 @@ def echo_folder(tmp_path_factory):
     return folder
 
 
+@contextlib.contextmanager
+def running(words, **options):
+    """A process that has ended when this is left, however that is."""
+    process = subprocess.Popen(words, **options)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.communicate(timeout=END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its guard, or its doors, end what it has started
+                process.communicate()
+
+
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory):
     """serve(*targets, overrides=(), options=()) starts `tritone serve`; returns when every stage answers."""
-    started = []
 
     def start(*targets, overrides=(), options=()):
         run_folder = tmp_path_factory.mktemp("run")
         words = [sys.executable, "-m", "tritone", "serve", *map(str, targets), f"--run-dir={run_folder}"]
         words += [f"--{kind}-port=0" for kind in ("http", "grpc", "metrics")]
         words += [f"--set={override}" for override in overrides] + list(options)
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         log = run_folder / "server.log"
+        with contextlib.ExitStack() as own:
+            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            process = own.enter_context(running(words, **output))
 
-        def ready():
-            assert process.poll() is None, process.stdout.read() + tail(log)
-            return (run_folder / "ready.json").exists()
+            def ready():
+                assert process.poll() is None, process.stdout.read() + tail(log)
+                return (run_folder / "ready.json").exists()
 
-        wait_until(ready, START_TIMEOUT_S, f"not ready: {tail(log)}")
-        facts = json.loads((run_folder / "ready.json").read_text())
-        server = RunningServer(process, facts["grpc"], facts["http"], run_folder, log, facts["pid"])
-        started.append(server)
+            wait_until(ready, START_TIMEOUT_S, f"not ready: {tail(log)}")
+            facts = json.loads((run_folder / "ready.json").read_text())
+            server = RunningServer(process, facts["grpc"], facts["http"], run_folder, log, facts["pid"])
+            own.callback(end_well, server)
+            ends.push(own.pop_all())
         return server
 
-    yield start
-    for server in started:
+    def end_well(server):
         if server.process.poll() is not None:
-            continue  # its test ended it
+            return  # its test ended it
         traces = server.traces()
         server.process.send_signal(signal.SIGTERM)
-        output, _ = server.process.communicate(timeout=60)
+        output, _ = server.process.communicate(timeout=END_TIMEOUT_S)
         assert server.process.returncode == 0, output + tail(server.log)
         server.assert_gone(traces)
+
+    with contextlib.ExitStack() as ends:
+        yield start
 
 
 @pytest.fixture
 def plain_server(tmp_path):
     """plain_server(folder) starts tritonserver itself on a rendered repository, with its default flags."""
-    started = []
 
     def start(folder):
         subprocess.run(
@@ -182,33 +202,31 @@ def plain_server(tmp_path):
             f"--metrics-port={metrics}",
         ]
         log = tmp_path / "server.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                words, env=servers.environment(found, python), stdout=output, stderr=subprocess.STDOUT
-            )
-        server = RunningServer(
-            process, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", tmp_path, log, process.pid
-        )
-        started.append(server)
-
-        def ready():
-            assert process.poll() is None, tail(log)
-            return (
-                subprocess.run(
-                    ["curl", "-sf", f"{server.http_url}/v2/health/ready"], stdout=subprocess.DEVNULL
-                ).returncode
-                == 0
+        with log.open("wb") as output, contextlib.ExitStack() as own:
+            options = {"env": servers.environment(found, python), "stdout": output, "stderr": output}
+            process = own.enter_context(running(words, **options))
+            server = RunningServer(
+                process, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", tmp_path, log, process.pid
             )
 
-        wait_until(ready, START_TIMEOUT_S, f"not ready: {tail(log)}")
+            def ready():
+                assert process.poll() is None, tail(log)
+                ask = ["curl", "-sf", f"{server.http_url}/v2/health/ready"]
+                return subprocess.run(ask, stdout=subprocess.DEVNULL).returncode == 0
+
+            wait_until(ready, START_TIMEOUT_S, f"not ready: {tail(log)}")
+            own.callback(end_well, server)
+            ends.push(own.pop_all())
         return server
 
-    yield start
-    for server in started:
+    def end_well(server):
         traces = server.traces()
         server.process.terminate()
-        assert server.process.wait(timeout=60) == 0, tail(server.log)
+        assert server.process.wait(timeout=END_TIMEOUT_S) == 0, tail(server.log)
         server.assert_gone(traces, within_s=5)
+
+    with contextlib.ExitStack() as ends:
+        yield start
 
 
 def free_ports(count):

@@ -1,4 +1,4 @@
-"""Every command in README.md does what the page says."""
+"""Every command in README.md, and on the page of Qwen3-Omni's engines, does what the page says."""
 
 import os
 import re
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.server, pytest.mark.weights]
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+ENGINES = (ROOT / "backends" / "tritone" / "pipelines" / "qwen3_omni" / "README.md").read_text()
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", README + ENGINES, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Chunks between the stages of one machine: the sockets and shared memory of wire.py, credit on the way back.
+"""Chunks between the stages of one machine: the sockets and shared memory of wire/, credit on the way back.
 
     stage's thread ─put─► Outlet ─► Lane ══ Piece ══► reader ─receive─► Receiver ─get─► consumer's thread
                             ▲                                                                  │

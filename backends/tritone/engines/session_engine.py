@@ -2,7 +2,8 @@
 
     add_request ─► [there is room] ─► prompt becomes known ─► queued ─► … ─► done, aborted or refused
 
-Subclasses say what waiting means, and how a step runs.
+Subclasses say what waiting means, and how a step runs; they call `step`, `has_work`, `abort` and `stats` of
+this class for what is the same for all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,22 @@ class SessionEngine(Engine, Generic[S]):
         self._sessions: dict[str, S] = {}
         self._refused: list[Delta] = []  # errors found outside `step`, to be told by the next one
         self._counts = {"prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0, "steps": 0}
+
+    def step(self) -> list[Delta]:
+        """Tell the refusals; subclasses do their piece of work after it."""
+        deltas, self._refused = self._refused, []
+        return deltas
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._refused)
+
+    def abort(self, session: str) -> None:
+        self._refused = [delta for delta in self._refused if delta.session != session]
+        self._sessions.pop(session, None)
+
+    def stats(self) -> dict[str, int | float]:
+        return {"active": len(self._sessions), "slots": self._slot_options.max_slots, **self._counts}
 
     @abstractmethod
     def _queue(self, session: S) -> None:

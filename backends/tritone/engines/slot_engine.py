@@ -40,7 +40,7 @@ class SlotOptions:
     max_context_tokens: int = 2048  # prompt and answer of one session
     prefill_chunk_tokens: int = 32  # prompt tokens a step: more is faster, less keeps a steadier pace
     max_waiting: int = 64  # sessions beyond the slots, before new ones are refused
-    dtype: str = "float32"
+    dtype: str = "float32"  # of weights, caches and arithmetic: float32, bfloat16 or float16
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -124,19 +124,17 @@ class SlotEngine(SessionEngine[S], Generic[S]):
     # -- the interface --------------------------------------------------------------------------------------
 
     def step(self) -> list[Delta]:
-        deltas, self._refused = self._refused, []
         with self._inference_mode():
-            deltas += self._start_waiting()
-            return deltas + self._advance()
+            return super().step() + self._start_waiting() + self._advance()
 
     @property
     def has_work(self) -> bool:
         can_start = bool(self._waiting) and self._slots.free > 0
-        return bool(self._refused) or can_start or any(s.pending for s in self._running.values())
+        return super().has_work or can_start or any(s.pending for s in self._running.values())
 
     def abort(self, session: str) -> None:
-        known = self._sessions.pop(session, None)
-        self._refused = [delta for delta in self._refused if delta.session != session]
+        known = self._sessions.get(session)
+        super().abort(session)
         if known is None:
             return
         if known.slot is not None:
@@ -147,13 +145,11 @@ class SlotEngine(SessionEngine[S], Generic[S]):
 
     def stats(self) -> dict[str, int | float]:
         return {
-            "active": len(self._sessions),
+            **super().stats(),
             "running": len(self._running),
             "waiting": len(self._waiting),
-            "slots": self._slot_options.max_slots,
             "kv_tokens": sum(session.held.filled for session in self._running.values()),
             "kv_capacity_tokens": self._slot_options.max_slots * self._slot_options.max_context_tokens,
-            **self._counts,
         }
 
     def check_integrity(self) -> None:

@@ -28,8 +28,8 @@ _FILES = ("model.bin", "config.json", "tokenizer.json")
 
 @dataclass(frozen=True)
 class WhisperOptions:
-    beam_size: Annotated[int, Meta(ge=1, le=10)] = 1
-    language: str | None = None  # None: found out; a checkpoint of one language needs none
+    beam_size: Annotated[int, Meta(ge=1, le=10)] = 1  # transcripts that are followed; 1: greedy
+    language: str | None = None  # left out: found out; a checkpoint of one language needs none
     compute_type: str = "int8"  # of CTranslate2: int8, float16, float32 …
     max_waiting: Annotated[int, Meta(ge=1)] = 16  # requests held, the running one included; more: UNAVAILABLE
 

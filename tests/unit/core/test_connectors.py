@@ -22,6 +22,8 @@ from tritone.connectors.local import LocalConnector
 from tritone.deploy import ConnectorLimits
 from tritone.errors import EngineLost, TritoneError, Unavailable
 
+from .waiting import wait_until
+
 EDGE = ("giver", "taker")
 WINDOW = 1 << 20
 
@@ -32,13 +34,6 @@ def delivery(number, last=False, size_bytes=10, session="s", edge=EDGE):
 
 def numbers(deliveries):
     return [item.key.number for item in deliveries]
-
-
-def wait_until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.002)
 
 
 # -- the receiving half ------------------------------------------------------------------------------------
@@ -426,7 +421,8 @@ def test_a_peer_that_does_not_read_holds_up_neither_its_producer_nor_other_peers
     for number in range(1, 40):  # far more than a socket holds
         put(giver, deaf, number, rows(40, number), last=number == 39)
     assert giver.stat("queued_bytes") > 0
-    assert len(set(threading.enumerate()) - before) == 1, "a thread a put?"
+    fresh = set(threading.enumerate()) - before
+    assert len(fresh) <= 2, "a thread a put?"  # the lane's, and the deaf one's reader, which may start late
     put(giver, taker, 0, "hello", last=True, edge=("giver", "other"))
     assert [item.values for item in taker.get("s", 1)] == [{"x": "hello"}]
     assert giver.stat("queued_bytes") > 0

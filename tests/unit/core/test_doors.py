@@ -4,12 +4,10 @@ Triton is `fake_triton_backend`: its BLS calls go through the stage doors, as in
 threads of this process and serve the addresses where the doors look for them, so no process is started.
 """
 
-import importlib.util
 import itertools
 import json
 import os
 import random
-import sys
 import threading
 import time
 import uuid
@@ -29,21 +27,11 @@ from tritone.engines.loops import BatchLoop
 from tritone.errors import ConfigError, EngineLost, Unavailable
 from tritone.server_key import server_key
 
+from . import fake_triton_backend as fake
+from .waiting import wait_until
+
 OUTPUTS = [port.name for port in echo.PIPELINE.outputs]
 PORTS = {port.name: port for port in (*echo.PIPELINE.inputs, contract.CONTROL)}
-
-
-def load_fake():
-    """By its path: pytest's importlib mode makes no package of this folder. One for all files that use it."""
-    name, path = "fake_triton_backend", Path(__file__).with_name("fake_triton_backend.py")
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-fake = load_fake()
 
 
 class FaultyWave(echo.Wave):
@@ -175,13 +163,6 @@ def ask(door, decoupled=True, outputs=OUTPUTS, parameters=None, **values):
     request = client_request(decoupled, outputs, parameters, **{"stream": decoupled, **values})
     door.execute([request])
     return request.sender
-
-
-def wait_until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.002)
 
 
 def sound_of(sender):

@@ -20,6 +20,8 @@ from tritone.engine_link import EngineLink
 from tritone.engine_process import EngineSpec
 from tritone.errors import ConfigError, EngineLost, InvalidRequest, Unavailable, Unsupported
 
+from .waiting import wait_until
+
 ECHO = Path(__file__).parents[2] / "pipelines" / "echo.py"
 
 
@@ -66,13 +68,6 @@ class Inbox:
 
     def close(self):
         self._server.close()
-
-
-def wait_until(condition, timeout_s):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

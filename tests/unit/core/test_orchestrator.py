@@ -8,13 +8,11 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import importlib.util
 import json
 import logging
 import queue
 import random
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -38,6 +36,9 @@ from tritone.engines.host import Host, build_loops
 from tritone.errors import EngineLost, InvalidRequest
 from tritone.otlp import OtlpTracer, Readable
 
+from . import fake_triton_backend as fake
+from .waiting import wait_until
+
 ECHO = Path(__file__).parents[2] / "pipelines" / "echo.py"
 TEXT_OUTPUTS = [port.name for port in contract.COMMON_OUTPUTS]
 OUTPUTS = [*TEXT_OUTPUTS, *(port.name for port in contract.AUDIO_OUTPUTS)]
@@ -46,30 +47,10 @@ CANCEL_POLL_S = 0.005
 START, END, RETURNED = 1, 2, "returned"
 
 
-def load_fake():
-    """By its path: pytest's importlib mode makes no package of this folder. One for all files that use it."""
-    name, path = "fake_triton_backend", Path(__file__).with_name("fake_triton_backend.py")
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-fake = load_fake()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def triton():
     with fake.installed():
         yield
-
-
-def wait_until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.002)
 
 
 class StageEngine:

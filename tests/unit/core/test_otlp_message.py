@@ -1,7 +1,5 @@
 """Our OTLP messages against those of OpenTelemetry's own exporter, and who sends them."""
 
-import sys
-
 import numpy as np
 import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -12,6 +10,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from trace_collector import Collector
 from tritone.otlp import Exporter, OtlpTracer, process_resource
 from tritone.otlp_message import KINDS
+
+from .calls import calls_of
 
 RESOURCE = process_resource("fake_singer.engine", {"tritone.stage": "singer"})
 TRACE_ID, SPAN_ID = "f" * 32, "0" * 15 + "8"
@@ -106,22 +106,6 @@ def test_numbers_that_the_sdk_would_drop_are_kept(exporter, tracer):
 def test_one_message_leaves_nothing_in_the_next(exporter, tracer):
     check(exporter, ended(tracer, *(tracer.child("run", CALLER) for _ in range(600)), batch=2))
     check(exporter, ended(tracer, tracer.child("compute", CALLER)))
-
-
-def calls_of(work):
-    """How many functions `work` calls: what it costs, on however busy a machine."""
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def test_a_span_costs_few_calls_until_it_is_sent_and_fewer_then(exporter):

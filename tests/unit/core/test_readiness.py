@@ -8,12 +8,7 @@ import pytest
 from tritone import readiness
 from tritone.readiness import Readiness
 
-
-def wait_until(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from .waiting import wait_until
 
 
 @pytest.fixture(autouse=True)

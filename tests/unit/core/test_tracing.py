@@ -24,6 +24,8 @@ from tritone.request_trace import RequestTrace
 from tritone.timeline import StageTimeline
 from tritone.tracing import NO_SPAN, Tracer, is_on, open_tracer
 
+from .calls import calls_of
+
 ROOT = Path(__file__).parents[3]
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CALLER = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
@@ -130,16 +132,10 @@ def test_a_caller_who_does_not_sample_is_obeyed_down_to_the_stages(kept):
     assert kept.spans == {}
 
 
-def calls_of(tracer, num_chunks):
+def cost(tracer, num_chunks):
     """How many functions are called for the spans of a request."""
-    calls = 0
 
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
+    def trace():
         request = RequestTrace(tracer, "fake", {}, 0.0)
         request.note_queued()
         request.note_turn()
@@ -147,21 +143,20 @@ def calls_of(tracer, num_chunks):
             request.stage("code2wav")
         request.end_stage("code2wav", StageTimeline())
         request.end()
-    finally:
-        sys.setprofile(None)
-    return calls
+
+    return calls_of(trace)
 
 
 def test_who_is_not_sampled_pays_for_the_decision_alone():
     off, on = Tracer(), Kept(ratio=0.0).tracer
-    calls_of(on, 1)
-    assert calls_of(off, 100) <= calls_of(on, 100) <= calls_of(off, 100) + 25
-    assert calls_of(on, 100) - calls_of(on, 1) == calls_of(off, 100) - calls_of(off, 1)
+    cost(on, 1)
+    assert cost(off, 100) <= cost(on, 100) <= cost(off, 100) + 25
+    assert cost(on, 100) - cost(on, 1) == cost(off, 100) - cost(off, 1)
 
 
 def test_a_chunk_of_a_sampled_request_costs_a_look_at_its_stage():
     on = Kept().tracer
-    assert calls_of(on, 101) - calls_of(on, 1) <= 4 * 100
+    assert cost(on, 101) - cost(on, 1) <= 4 * 100
 
 
 def test_that_an_id_is_random_is_passed_on(kept):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_machine import write_deploy, write_file
 
-from tritone import cli, doctor
+from tritone import cli, doctor, finding
 from tritone import server as servers
 from tritone.cli import add_commands
 from tritone.server import Interpreter, Server
@@ -140,7 +140,7 @@ class TestServe:
     def test_check(
         self, echo_folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Output
     ) -> None:
-        monkeypatch.setattr(doctor, "machine", lambda python: (server, [doctor.ok("server", "fake")]))
+        monkeypatch.setattr(doctor, "machine", lambda python: (server, [finding.ok("server", "fake")]))
         ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
         assert tritone("serve", "echo", "--check", *ports) == 0
         out = capsys.readouterr().out
@@ -163,10 +163,10 @@ class TestServe:
 
 class TestDoctor:
     def test_exit_status_follows_the_worst(self, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
-        findings = [doctor.ok("a", "b"), doctor.warning("c", "d", "e")]
+        findings = [finding.ok("a", "b"), finding.warning("c", "d", "e")]
         monkeypatch.setattr(cli.doctor, "examine", lambda repositories, listen: iter(findings))
         assert tritone("doctor") == 0
-        findings.append(doctor.problem("f", "g", "h"))
+        findings.append(finding.problem("f", "g", "h"))
         assert tritone("doctor") == 1
         assert capsys.readouterr().out.endswith("problem  f           g; h\n")
 

@@ -11,16 +11,16 @@ from fake_machine import write_deploy, write_file
 
 from tritone import deploy as deploys
 from tritone import doctor, pbtxt
-from tritone.doctor import MIB, Finding, Level
 from tritone.errors import ConfigError
-from tritone.memory_plan import GIB
+from tritone.finding import Finding, Level, ok, problem, worst
+from tritone.memory_plan import GIB, MIB
 from tritone.pipeline import Checkpoint
 from tritone.server import Interpreter, Listen, Server
 
 
 def test_a_finding_is_one_line_with_its_cure() -> None:
-    assert str(doctor.problem("numpy", "2.1", "run x")) == "problem  numpy       2.1; run x"
-    assert str(doctor.ok("numpy", "1.26")) == "ok       numpy       1.26"
+    assert str(problem("numpy", "2.1", "run x")) == "problem  numpy       2.1; run x"
+    assert str(ok("numpy", "1.26")) == "ok       numpy       1.26"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_no_server() -> None:
 
     assert doctor.check_server(find) == (
         None,
-        [doctor.problem("server", "there is no tritonserver on this machine", "install it")],
+        [problem("server", "there is no tritonserver on this machine", "install it")],
     )
 
 
@@ -148,28 +148,6 @@ class TestPipeline:
         monkeypatch.setattr(type(deploy), "require_checkpoint", type(deploy).stage_folder)
         assert doctor.check_checkpoint(deploy)[0].level is Level.OK
 
-    def test_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        roomy = deploys.load(write_deploy(tmp_path / "a", memory={"ram_gib": 2}) / "deploy.yaml")
-        [finding] = doctor.check_planned([roomy])
-        assert finding.level is Level.OK and "2.0 GiB in all" in finding.what
-        tight = deploys.load(write_deploy(tmp_path / "b", memory={"ram_gib": 1}) / "deploy.yaml")
-        [finding] = doctor.check_planned([tight])
-        assert finding.level is Level.PROBLEM
-        assert "cpu is too small: 1.3 GiB planned, 1.0 GiB in all" in finding.what
-        assert finding.cure == "lower instances, or free some"
-        far = deploys.load(write_deploy(tmp_path / "c", stages={"wave": {"device": "gpu:1"}}) / "deploy.yaml")
-        monkeypatch.setattr(doctor, "num_gpus", lambda: 1)
-        [ram, gpu, missing] = doctor.check_planned([far])
-        assert (ram.level, gpu.level, missing.level) == (Level.OK, Level.OK, Level.PROBLEM)
-        assert missing.what == "gpu:1 is not on this machine, which shows 1"
-        assert [line.split()[:2] for line in str(finding).splitlines()[1:]] == [
-            ["echo", "writer"],
-            ["echo", "singer"],
-            ["echo", "wave"],
-            ["echo", "server"],
-            ["sum", "1.3"],
-        ]
-
 
 class TestRepository:
     def levels(self, folder: Path) -> list[Level]:
@@ -203,27 +181,7 @@ class TestRepository:
         assert "does not exist" in doctor.check_repository(tmp_path / "none")[0].what
 
 
-def test_memory_respects_the_container(tmp_path: Path) -> None:
-    def sizes(cgroup: str) -> tuple[int | None, int | None]:
-        place = doctor.ram(tmp_path / "proc", tmp_path / cgroup)
-        return place.total_bytes, place.free_bytes
-
-    write_file(tmp_path / "proc" / "meminfo", b"MemTotal: 9216 kB\nMemAvailable:    4096 kB\n")
-    assert sizes("none") == (9 * MIB, 4 * MIB)
-    write_file(tmp_path / "cgroup" / "memory.max", b"3145728\n")
-    write_file(tmp_path / "cgroup" / "memory.current", b"1048576\n")
-    assert sizes("cgroup") == (3 * MIB, 2 * MIB)
-    write_file(tmp_path / "cgroup" / "memory.max", b"max\n")
-    assert sizes("cgroup") == (9 * MIB, 4 * MIB)
-
-
-def test_num_gpus(tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
-        write_file(tmp_path / name)
-    assert doctor.num_gpus(tmp_path) == 2
-
-
 def test_worst() -> None:
-    good, bad = doctor.ok("a", "b"), doctor.problem("a", "b", "c")
-    assert doctor.worst([good, bad]) is Level.PROBLEM
-    assert doctor.worst([good]) is Level.OK
+    good, bad = ok("a", "b"), problem("a", "b", "c")
+    assert worst([good, bad]) is Level.PROBLEM
+    assert worst([good]) is Level.OK

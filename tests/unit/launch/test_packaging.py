@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tritone import server as servers
+from tritone.asked import DRAIN_S
+from tritone.cli import add_commands
+from tritone.server import Listen
+from tritone_client import cli as command_line
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 DOCKER = ROOT / "docker"
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def locked() -> dict[str, str]:
@@ -83,6 +90,16 @@ def test_build_scripts_are_not_ignored(name: str) -> None:
     assert not (ROOT / "build" / "__init__.py").exists()
 
 
+def compose() -> dict[str, Any]:
+    services: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    return services
+
+
+def kubernetes() -> list[Any]:
+    """The deployment and the service."""
+    return list(yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text()))
+
+
 class TestDocker:
     text = (DOCKER / "Dockerfile").read_text()
 
@@ -111,16 +128,53 @@ class TestDocker:
         assert set(extras.split(",")) <= set(EXTRAS)
 
     def test_compose(self) -> None:
-        service = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["tritone"]
+        service = compose()["tritone"]
         assert (DOCKER / service["build"]["context"]).resolve() == ROOT
         assert (ROOT / service["build"]["dockerfile"]).exists()
         assert service["init"] and service["shm_size"]
 
+    def test_published_ports_are_those_of_the_server(self) -> None:
+        listen = Listen()
+        inside = [str(port) for port in (listen.http, listen.grpc, listen.metrics)]
+        assert re.findall(r"^EXPOSE (.+)$", self.text, re.MULTILINE) == [" ".join(inside)]
+        published = compose()["tritone"]["ports"]
+        assert published == [f"127.0.0.1:{port}:{port}" for port in inside]
+        runs = re.findall(r"docker run .*-p (\S+) tritone", self.text + (DOCKER / "README.md").read_text())
+        assert set(runs) == {f"127.0.0.1:{inside[0]}-{inside[-1]}:{inside[0]}-{inside[-1]}"}
+        deployment, service = kubernetes()
+        template = deployment["spec"]["template"]
+        [container] = template["spec"]["containers"]
+        assert [str(port["containerPort"]) for port in container["ports"]] == inside
+        assert [str(port["port"]) for port in service["spec"]["ports"]] == inside
+        assert template["metadata"]["annotations"]["prometheus.io/port"] == str(listen.metrics)
+
+    def test_commands_are_those_of_the_command_line(self) -> None:
+        """Names of pipelines are looked up in a checkout: in the image, paths are needed."""
+        [place] = re.findall(r"^COPY model_repository (\S+)$", self.text, re.MULTILINE)
+        health = json.loads(re.findall(r"^HEALTHCHECK (?:.|\n)*?CMD (\[.*\])$", self.text, re.MULTILINE)[0])
+        [container] = kubernetes()[0]["spec"]["template"]["spec"]["containers"]
+        probes = [container[probe]["exec"]["command"] for probe in PROBES]
+        page = re.findall(r"^ *(tritone .+)$", (DOCKER / "README.md").read_text(), re.MULTILINE)
+        renders = re.findall(r"tritone render \S+(?= |$)", self.text, re.MULTILINE)
+        parser, commands = command_line._parser()
+        add_commands(commands)
+        for words in [health, *probes, *map(str.split, [*page, *renders])]:
+            args = parser.parse_args(words[1:])
+            if words[1] == "render":
+                assert (ROOT / "model_repository" / Path(args.target).relative_to(place)).is_dir(), words
+        served = [container["args"], json.loads(re.findall(r"^CMD (\[.*\])$", self.text, re.MULTILINE)[0])]
+        assert served[0] == served[1] and f"--model-repository={place}/smoltalk" in served[0]
+
+    def test_the_end_is_given_the_time_that_it_takes(self) -> None:
+        pod = kubernetes()[0]["spec"]["template"]["spec"]
+        grace_s = {pod["terminationGracePeriodSeconds"], int(compose()["tritone"]["stop_grace_period"][:-1])}
+        assert min(grace_s) >= DRAIN_S + servers.EXIT_TIMEOUT_S
+
     def test_kubernetes_probes_ask_every_engine(self) -> None:
-        deployment, service = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
+        deployment, service = kubernetes()
         pod = deployment["spec"]["template"]["spec"]
         [container] = pod["containers"]
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        for probe in PROBES:
             command = container[probe]["exec"]["command"]
             assert command[:2] == ["tritone", "ping"]
             assert container[probe]["timeoutSeconds"] > float(command[command.index("--deadline-s") + 1])

@@ -13,7 +13,7 @@ from fake_machine import write_deploy
 from tritone import deploy as deploys
 from tritone import pipeline_watch
 from tritone.deploy import Deploy
-from tritone.errors import ConfigError, TritoneError
+from tritone.errors import ConfigError, TritoneError, Unavailable
 from tritone.health import SERVING, Board
 from tritone.pipeline_watch import PipelineWatch
 
@@ -198,3 +198,9 @@ class TestChange:
         with pytest.raises(TritoneError, match="no weights"):
             watch.change(new).result(10)
         until(lambda: watch.verdict)
+
+    def test_who_waits_for_a_server_that_ends_is_told(self, watch: PipelineWatch, tmp_path: Path) -> None:
+        new = load(tmp_path / "new", max_in_flight=2)
+        watch.stop()
+        with pytest.raises(Unavailable, match="echo was not reloaded, since its server has ended; try again"):
+            watch.change(new).result(10)

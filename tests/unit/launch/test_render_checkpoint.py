@@ -17,6 +17,7 @@ from tritone import serve as serving
 from tritone.checkpoint import released_bytes, require_released
 from tritone.deploy_file import set_value
 from tritone.errors import ConfigError
+from tritone.finding import Level
 from tritone.pipeline import Checkpoint
 from tritone.ram import ram
 
@@ -158,7 +159,7 @@ class TestDoctor:
         assert abs(alone - needed() - 1.3 * (20 << 20)) <= 1
 
     def test_released_checkpoints_in_the_cache_are_seen(self, demo: Path, released: Path, tmp_path: Path):
-        assert doctor.checkpoints_present().level is doctor.Level.WARNING
+        assert doctor.checkpoints_present().level is Level.WARNING
         (tmp_path / "cache" / "demo").mkdir(parents=True)
         released.rename(tmp_path / "cache" / "demo" / "1")
         assert doctor.checkpoints_present().what.startswith("demo in ")
@@ -166,7 +167,7 @@ class TestDoctor:
     def test_a_broken_one_is_one_finding(self, demo: Path, tmp_path: Path):
         deploy = deploys.load(demo / "deploy.yaml", [f"checkpoint={tmp_path}"])
         [finding] = doctor.check_checkpoint(deploy)
-        assert finding.level is doctor.Level.PROBLEM and "no config.json" in finding.what
+        assert finding.level is Level.PROBLEM and "no config.json" in finding.what
 
 
 class TestRender:

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from fake_machine import FAKE_TRITONSERVER, write_deploy, write_file
 
-from tritone import asked, doctor, guard, pipeline_watch, running_server, serve, server_log, supervisor
+from tritone import asked, guard, pipeline_watch, running_server, serve, server_log, supervisor
 from tritone.asked import Asked, ServeOptions
 from tritone.errors import ConfigError, TritoneError
+from tritone.finding import ok, problem
 from tritone.pipeline_watch import State
 from tritone.server import Interpreter, Listen, Server
 
@@ -142,9 +143,13 @@ class Stage:
         self.lines: list[str] = []
         self.asked = Asked()
         self.fault: str | None = None  # what a ping answers
+        self.failed: list[BaseException] = []  # what went wrong beside it
 
     def start(self, **changes: Any) -> int:
-        return serve.serve(replace(self.options, **changes), self.lines.append, self.asked)
+        status = serve.serve(replace(self.options, **changes), self.lines.append, self.asked)
+        for error in self.failed:
+            raise error
+        return status
 
     def once(self, line: str, act: Callable[[], None]) -> None:
         """Do `act` when a line that begins with `line` was said."""
@@ -153,7 +158,11 @@ class Stage:
             deadline = time.monotonic() + 20
             while not any(said.startswith(line) for said in self.lines) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            act()
+            try:
+                act()
+            except BaseException as error:
+                self.failed.append(error)
+                self.asked.note()
 
         threading.Thread(target=wait, daemon=True).start()
 
@@ -185,7 +194,7 @@ def stage(
     fake = write_file(tmp_path / "tritonserver", FAKE_TRITONSERVER.encode(), executable=True)
     stage = Stage(echo_folder, tmp_path / "run")
     monkeypatch.setattr(
-        serve.doctor, "machine", lambda python: (replace(server, binary=fake), [doctor.ok("a", "b")])
+        serve.doctor, "machine", lambda python: (replace(server, binary=fake), [ok("a", "b")])
     )
     real = replace(interpreter, library=None)  # the fake server is a Python that needs the real library
     monkeypatch.setattr(serve.Interpreter, "current", lambda: real)
@@ -203,7 +212,7 @@ class TestServe:
         assert not stage.run.exists()
 
     def test_a_problem_stops_it(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-        trouble = [doctor.problem("numpy", "2.4", "run x")]
+        trouble = [problem("numpy", "2.4", "run x")]
         monkeypatch.setattr(serve.doctor, "machine", lambda python: (None, trouble))
         with pytest.raises(ConfigError, match=r"1 problem\(s\) in the way"):
             stage.start()
@@ -344,6 +353,9 @@ class TestServe:
             file.write_text(good + "max_in_flite: 3\n")
             stage.asked.note_reload()
             stage.until("did you mean 'max_in_flight'?")
+            file.write_text(good + "memory: {ram_gib: 0.5}\n")
+            stage.asked.note_reload()
+            stage.until("cpu is too small: 1.3 GiB planned, 512 MiB in all")
             file.write_text(good + "max_in_flight: 3\n")
             stage.asked.note_reload()
             stage.until("was loaded with digest")

@@ -25,15 +25,13 @@ from tritonclient.grpc import model_config_pb2 as pb  # noqa: E402
 from tritone import server as servers  # noqa: E402
 from tritone.checkpoint import checkpoint_dir  # noqa: E402
 from tritone.engines.base import Placement  # noqa: E402
+from tritone.engines.memory import Ground  # noqa: E402
 from tritone.errors import ConfigError  # noqa: E402
 from tritone.pipelines.qwen3_omni import code2wav_tensorrt, plan_files  # noqa: E402
 from tritone.pipelines.qwen3_omni.code2wav import Code2Wav, Code2WavOptions  # noqa: E402
-from tritone.pipelines.qwen3_omni.code2wav_onnx import OnnxCode2Wav, OnnxOptions, check_step  # noqa: E402
-from tritone.pipelines.qwen3_omni.code2wav_tensorrt import (  # noqa: E402
-    TensorrtCode2Wav,
-    TensorrtOptions,
-    TensorrtWaves,
-)
+from tritone.pipelines.qwen3_omni.code2wav_exported import ExportedOptions  # noqa: E402
+from tritone.pipelines.qwen3_omni.code2wav_onnx import OnnxCode2Wav, check_step  # noqa: E402
+from tritone.pipelines.qwen3_omni.code2wav_tensorrt import TensorrtCode2Wav, TensorrtWaves  # noqa: E402
 from tritone.pipelines.qwen3_omni.plan_model import plan_model  # noqa: E402
 from tritone.pipelines.qwen3_omni.wave_steps import Buckets  # noqa: E402
 from tritone.pipelines.qwen3_omni.waves import Share  # noqa: E402
@@ -46,6 +44,7 @@ __all__ = ["one_thread"]
 pytestmark = pytest.mark.weights
 
 BOOKS, BOOK_SIZE, RATE, MISSING = 16, 64, 1920, 555
+OPTIONS = ExportedOptions(max_streams=8)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def exported(checkpoint):
 
 @pytest.fixture(scope="module")
 def engine(exported):
-    return OnnxCode2Wav(Placement(exported, max_batch_size=5), OnnxOptions(max_streams=8))
+    return OnnxCode2Wav(Placement(exported, max_batch_size=5), OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -168,10 +167,15 @@ def test_streams_of_any_phase_share_a_batch(engine, whole):
     assert engine.stats()["active"] == 0
 
 
+def test_the_plan_of_memory_has_the_states_to_the_byte(engine, exported):
+    terms = {term.name: term for term in OnnxCode2Wav.memory(Ground("code2wav", exported), OPTIONS)}
+    assert terms["stream states"].num_bytes == engine._waves._memory.nbytes
+
+
 def test_a_missing_file_is_one_sentence_with_the_command(checkpoint, tmp_path):
     folder = without_plans(checkpoint, tmp_path)
     with pytest.raises(ConfigError) as refusal:
-        OnnxCode2Wav(Placement(folder), OnnxOptions())
+        OnnxCode2Wav(Placement(folder), ExportedOptions())
     assert str(refusal.value) == (
         f"code2wav has no '{folder}/plans/code2wav.onnx'; run `python build/plans.py --checkpoint {folder}`"
     )
@@ -182,7 +186,7 @@ def test_a_file_that_is_none_is_refused(checkpoint, tmp_path):
     plan_files.onnx_file(folder).parent.mkdir()
     plan_files.onnx_file(folder).write_bytes(b"something else")
     with pytest.raises(ConfigError, match="onnxruntime cannot load") as refusal:
-        OnnxCode2Wav(Placement(folder), OnnxOptions())
+        OnnxCode2Wav(Placement(folder), ExportedOptions())
     assert "\n" not in str(refusal.value)
 
 
@@ -205,7 +209,7 @@ def test_a_file_of_another_codec_or_version_is_refused(engine, exported):
 )
 def test_a_device_that_onnxruntime_cannot_use_is_refused(exported):
     with pytest.raises(ConfigError, match=r"cannot run on cuda:0; install onnxruntime-gpu .* `device: cpu`"):
-        OnnxCode2Wav(Placement(exported, "cuda:0"), OnnxOptions())
+        OnnxCode2Wav(Placement(exported, "cuda:0"), ExportedOptions())
 
 
 # -- TensorRT ------------------------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ def test_a_plan_of_another_gpu_or_version_is_refused(tmp_path):
 def test_an_engine_without_what_it_needs_is_refused(checkpoint, monkeypatch):
     def refused(device="cuda:0"):
         with pytest.raises(ConfigError) as refusal:
-            TensorrtCode2Wav(Placement(checkpoint, device), TensorrtOptions())
+            TensorrtCode2Wav(Placement(checkpoint, device), ExportedOptions())
         return str(refusal.value)
 
     assert "engine tensorrt on device cpu, where no plan runs; give it `device: gpu`" in refused("cpu")

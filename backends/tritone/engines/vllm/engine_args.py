@@ -18,7 +18,7 @@ from tritone.engines.slot_engine import SlotOptions
 from tritone.engines.vllm.contract import RELEASES
 from tritone.errors import ConfigError, suggestion
 
-INSTALL = "install vllm into the interpreter that `python:` of the stage names (README, Thinker on vLLM)"
+INSTALL = "install vllm into the interpreter that `python:` of the stage names (README, Other engines)"
 CPU_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
 OPTION_OF = {  # what an option of ours says already
     "model": "checkpoint",

@@ -34,7 +34,7 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
     # -- the interface --------------------------------------------------------------------------------------
 
     def step(self) -> list[Delta]:
-        deltas, self._refused = self._refused, []
+        deltas = super().step()
         if not self._llm.has_unfinished_requests():
             return deltas
         outputs = self._llm.step()
@@ -44,11 +44,10 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._refused) or bool(self._llm.has_unfinished_requests())
+        return super().has_work or bool(self._llm.has_unfinished_requests())
 
     def abort(self, session: str) -> None:
-        self._refused = [delta for delta in self._refused if delta.session != session]
-        self._sessions.pop(session, None)
+        super().abort(session)
         if self._requests.pop(session, None) is not None:
             self._llm.abort_request([session])
 
@@ -56,13 +55,11 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
         scheduler = self._scheduler
         running, waiting = scheduler.get_request_counts()
         return {
-            "active": len(self._sessions),
+            **super().stats(),
             "running": running,
             "waiting": waiting,
-            "slots": self._slot_options.max_slots,
             "kv_tokens": (scheduler.blocks - scheduler.free_blocks) * scheduler.cache_config.block_size,
             "kv_capacity_tokens": scheduler.blocks * scheduler.cache_config.block_size,
-            **self._counts,
         }
 
     def close(self) -> None:

@@ -7,17 +7,15 @@ Nothing of torch is imported. States stay in the memory of the host, also where 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from msgspec import Meta
 
 from tritone.engines.base import Placement
 from tritone.errors import ConfigError
 from tritone.networks.waveform_config import WaveformConfig
-from tritone.pipelines.qwen3_omni.code2wav import WaveEngine, codec_config
+from tritone.pipelines.qwen3_omni.code2wav_exported import ExportedCode2Wav
 from tritone.pipelines.qwen3_omni.plan_files import (
     INPUTS,
     OUTPUTS,
@@ -27,27 +25,18 @@ from tritone.pipelines.qwen3_omni.plan_files import (
     require_onnx,
 )
 from tritone.pipelines.qwen3_omni.wave_steps import Buckets, StepWaves
-from tritone.pipelines.qwen3_omni.waves import Waves
 from tritone.ports import Array
 
 CUDA_PROVIDER, CPU_PROVIDER = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
-@dataclass(frozen=True)
-class OnnxOptions:
-    max_streams: Annotated[int, Meta(ge=1)] = 64  # more are refused UNAVAILABLE
-
-
-class OnnxCode2Wav(WaveEngine):
+class OnnxCode2Wav(ExportedCode2Wav):
     """In onnxruntime."""
 
-    Options = OnnxOptions
-
     @classmethod
-    def _make_waves(cls, placement: Placement, options: OnnxOptions) -> Waves:
-        config = codec_config(placement.checkpoint)
+    def _open(cls, placement: Placement, config: WaveformConfig, max_streams: int) -> StepWaves:
         session = open_session(placement, config)
-        return OnnxWaves(session, config, Buckets.exact(placement.max_batch_size), options.max_streams)
+        return OnnxWaves(session, config, Buckets.exact(placement.max_batch_size), max_streams)
 
 
 class OnnxWaves(StepWaves):

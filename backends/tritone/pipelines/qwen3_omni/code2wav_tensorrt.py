@@ -9,15 +9,12 @@ largest pass.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import Annotated, Any
-
-from msgspec import Meta
+from typing import Any
 
 from tritone.engines.base import Placement
 from tritone.errors import ConfigError
 from tritone.networks.waveform_config import WaveformConfig
-from tritone.pipelines.qwen3_omni.code2wav import WaveEngine, codec_config
+from tritone.pipelines.qwen3_omni.code2wav_exported import ExportedCode2Wav
 from tritone.pipelines.qwen3_omni.plan_files import (
     INPUTS,
     LIBRARIES,
@@ -28,27 +25,19 @@ from tritone.pipelines.qwen3_omni.plan_files import (
     require_plan,
 )
 from tritone.pipelines.qwen3_omni.wave_steps import Buckets, StepWaves
-from tritone.pipelines.qwen3_omni.waves import Waves
 from tritone.ports import Array
 
 
-@dataclass(frozen=True)
-class TensorrtOptions:
-    max_streams: Annotated[int, Meta(ge=1)] = 64  # more are refused UNAVAILABLE
-
-
-class TensorrtCode2Wav(WaveEngine):
+class TensorrtCode2Wav(ExportedCode2Wav):
     """In TensorRT."""
 
-    Options = TensorrtOptions
-
     @classmethod
-    def _make_waves(cls, placement: Placement, options: TensorrtOptions) -> Waves:
-        config, engine = codec_config(placement.checkpoint), open_engine(placement)
+    def _open(cls, placement: Placement, config: WaveformConfig, max_streams: int) -> StepWaves:
+        engine = open_engine(placement)
         rows, frames, _ = engine.get_tensor_profile_shape("codes", 0)[2]
         chunks = [min(size, frames) for size in placement.chunk_frames]
-        buckets = Buckets.of(min(options.max_streams, placement.max_batch_size), chunks).up_to(rows)
-        return TensorrtWaves(engine, config, buckets, options.max_streams, placement.device)
+        buckets = Buckets.of(min(max_streams, placement.max_batch_size), chunks).up_to(rows)
+        return TensorrtWaves(engine, config, buckets, max_streams, placement.device)
 
 
 class TensorrtWaves(StepWaves):

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tritone.checkpoint import released_elements
-from tritone.engines.memory import ITEM_BYTES, Ground, Term, gpu_share, product
+from tritone.engines.memory import FILES_FACTOR, ITEM_BYTES, Ground, Term, gpu_share, product
 from tritone.networks.decoder_size import DecoderSize
 from tritone.networks.waveform_size import BATCH_FRAMES, WaveformSize
 from tritone.pipelines.qwen3_omni.config import OmniConfig
 
 if TYPE_CHECKING:
     from tritone.pipelines.qwen3_omni.code2wav import Code2WavOptions
+    from tritone.pipelines.qwen3_omni.code2wav_exported import ExportedOptions
     from tritone.pipelines.qwen3_omni.talker import TalkerOptions
     from tritone.pipelines.qwen3_omni.thinking import ThinkerOptions
     from tritone.pipelines.qwen3_omni.vllm_thinker import VllmThinkerOptions
@@ -183,13 +184,24 @@ def code2wav_terms(ground: Ground, options: Code2WavOptions) -> list[Term]:
         _weights(ground, options, sizes, ("code2wav.",), size.held - size.stored),
         Term("stream states", states, how, lower="max_streams"),
         Term("tables", size.tables_bytes + size.turns * item, "positions and masks"),
+        _wave_activations(size, item),
+    ]
+
+
+def exported_code2wav_terms(ground: Ground, options: ExportedOptions) -> list[Term]:
+    """In float32. A file holds its weights as the decoder does, and a runtime may lay some out once more."""
+    sizes, item = OmniSizes.read(ground.checkpoint), ITEM_BYTES["float32"]
+    size, streams = sizes.code2wav, options.max_streams + 1  # one is of rows that fill a batch
+    states, how = product({"streams": streams, "of a state": size.state}, item)
+    return [
         Term(
-            "activations",
-            size.pass_elements * item,
-            f"a pass of {BATCH_FRAMES:,} frames: 4 × {size.samples_per_frame:,} samples × "
-            f"{size.last_channels} channels of each",
+            "weights",
+            int(FILES_FACTOR * size.held * item),
+            f"{size.held:,} by config.json × {item} B × {FILES_FACTOR}",
             is_exact=False,
         ),
+        Term("stream states", states, how, lower="max_streams"),
+        _wave_activations(size, item),
     ]
 
 
@@ -205,6 +217,16 @@ def _weights(ground: Ground, options: Any, sizes: OmniSizes, beginnings: tuple[s
     source = "config.json" if is_dummy else "the files"
     how = f"({stored:,} by {source} {more:+,} as laid out) × {item} B, {options.dtype}"
     return Term("weights", (stored + more) * item, how, lower="" if item == 2 else "dtype")
+
+
+def _wave_activations(size: WaveformSize, item: int) -> Term:
+    return Term(
+        "activations",
+        size.pass_elements * item,
+        f"a pass of {BATCH_FRAMES:,} frames: 4 × {size.samples_per_frame:,} samples × "
+        f"{size.last_channels} channels of each",
+        is_exact=False,
+    )
 
 
 def _cache(size: DecoderSize, slots: int, context_tokens: int, item: int) -> Term:

@@ -53,14 +53,12 @@ LONGEST_LOOP = 16  # frames; the repetition guard knows loops up to this length
 class TalkerOptions(SlotOptions):
     load_format: LoadFormat = "auto"  # dummy: random weights in the shapes of config.json, to measure with
     max_looped_frames: Annotated[int, Meta(ge=0)] = 100  # then finish reason `repetition`; 0: never
-    # How the codes of a frame after the first are drawn, unless the talker is greedy.
-    residual_temperature: Annotated[float, Meta(gt=0)] = 1.0
-    residual_top_k: Annotated[int, Meta(ge=0)] = 50
-    residual_top_p: Annotated[float, Meta(gt=0, le=1)] = 0.8
-    # On a GPU: a frame is one CUDA graph, and it may begin before the frame before it was told.
-    cuda_graphs: bool = True
+    residual_temperature: Annotated[float, Meta(gt=0)] = 1.0  # of the codes of a frame after the first
+    residual_top_k: Annotated[int, Meta(ge=0)] = 50  # of them; neither holds where the talker is greedy
+    residual_top_p: Annotated[float, Meta(gt=0, le=1)] = 0.8  # of them
+    cuda_graphs: bool = True  # on a GPU: a frame is one launch; else operation by operation
     kernels: bool = True  # in kernels of our own; else in plain torch
-    overlap: bool = True
+    overlap: bool = True  # a frame may begin before the frame before it was told
     batch_invariant: bool = False  # always the kernels of the largest batch: codes never depend on the load
 
 

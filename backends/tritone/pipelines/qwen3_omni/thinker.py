@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tritone.engines.base import Delta, Placement
+from tritone.engines.base import Placement
 from tritone.engines.memory import Ground, Term
 from tritone.engines.text_engine import TextEngine
 from tritone.engines.torch_setup import prepared_torch
@@ -71,23 +71,6 @@ class Thinker(Thinking, TextEngine[ThinkerSession]):
     @classmethod
     def memory(cls, ground: Ground, options: ThinkerOptions) -> list[Term]:
         return thinker_terms(ground, options)
-
-    # -- the interface --------------------------------------------------------------------------------------
-
-    def step(self) -> list[Delta]:
-        self._take_read_prompts()
-        return super().step()
-
-    @property
-    def has_work(self) -> bool:
-        return not self._read_prompts.empty() or super().has_work
-
-    def abort(self, session: str) -> None:
-        self._stop_reading(session)
-        super().abort(session)
-
-    def stats(self) -> dict[str, int | float]:
-        return {**super().stats(), "reading_media": self._reading}
 
     # -- a forward pass -------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class ThinkerOptions(SlotOptions):
     system_prompt: str = ""  # for conversations without a system message
     prefix_cache: bool = True  # start a prompt from what the cache remembers of one with the same beginning
     video_fps: Annotated[float, Meta(gt=0)] = 2.0  # frames that are looked at a second
-    max_video_frames: Annotated[int, Meta(ge=4)] = 768
+    max_video_frames: Annotated[int, Meta(ge=4)] = 768  # of one video, however long
     max_video_pixels: Annotated[int, Meta(ge=1)] = 256_000_000  # of all such frames of a request together
 
     @property
@@ -114,6 +114,25 @@ class Thinking(TextWriter[ThinkerSession]):
     def push(self, session: str, inputs: Values, last: bool) -> None:
         """A request comes whole: nothing can follow."""
 
+    def step(self) -> list[Delta]:
+        self._take_read_prompts()
+        return super().step()
+
+    @property
+    def has_work(self) -> bool:
+        return not self._read_prompts.empty() or super().has_work
+
+    def abort(self, session: str) -> None:
+        known = self._sessions.get(session)
+        if known is not None and known.reading is not None:
+            known.unwanted = True
+            known.reading.cancel()
+        super().abort(session)
+
+    def stats(self) -> dict[str, int | float]:
+        reading = sum(session.reading is not None for session in self._sessions.values())
+        return {**super().stats(), "reading_media": reading}
+
     def _take_read_prompts(self) -> None:
         """Let sessions whose media have been read wait for their turn, or refuse them."""
         while not self._read_prompts.empty():
@@ -127,18 +146,6 @@ class Thinking(TextWriter[ThinkerSession]):
                 self._take_prompt(session, prompt)
             except TritoneError as error:
                 self._refuse(session.id, error)
-
-    def _stop_reading(self, session: str) -> None:
-        """Spare the media threads the rest of their work for a session that is aborted."""
-        known = self._sessions.get(session)
-        if known is not None and known.reading is not None:
-            known.unwanted = True
-            known.reading.cancel()
-
-    @property
-    def _reading(self) -> int:
-        """Sessions whose media are being read."""
-        return sum(session.reading is not None for session in self._sessions.values())
 
     # -- the prompt -----------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
                                                      └─ layer `accept_hidden_layer` at media tokens ─► talker
 
 The prompt, its towers and its positions are the torch Thinker's own, so that both read a request alike: see
-thinking.py. vLLM runs in a Python of its own (`python:` of the stage): README, Thinker on vLLM.
+thinking.py. vLLM runs in a Python of its own (`python:` of the stage): README.md beside this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from tritone.engines.base import Delta, Placement
+from tritone.engines.base import Placement
 from tritone.engines.memory import Ground, Term
 from tritone.engines.torch_setup import prepared_torch
 from tritone.engines.vllm.engine_args import ModelOnVllm, prepare, spread, start
@@ -39,7 +39,7 @@ NOTHING = np.zeros(0, np.int64)
 class VllmThinkerOptions(ThinkerOptions):
     """Those of the torch Thinker, and vLLM's."""
 
-    prefill_chunk_tokens: int = 2048
+    prefill_chunk_tokens: int = 2048  # prompt tokens a step, beside the tokens that are drawn
     remembered_bytes: Annotated[int, Meta(ge=0)] = 256 << 20  # of media's hidden states, for the next turn
     engine_args: dict[str, Any] = field(default_factory=dict)  # to vLLM's EngineArgs, unchanged
 
@@ -95,23 +95,6 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
     @classmethod
     def memory(cls, ground: Ground, options: VllmThinkerOptions) -> list[Term]:
         return vllm_thinker_terms(ground, options)
-
-    # -- the interface --------------------------------------------------------------------------------------
-
-    def step(self) -> list[Delta]:
-        self._take_read_prompts()
-        return super().step()
-
-    @property
-    def has_work(self) -> bool:
-        return not self._read_prompts.empty() or super().has_work
-
-    def abort(self, session: str) -> None:
-        self._stop_reading(session)
-        super().abort(session)
-
-    def stats(self) -> dict[str, int | float]:
-        return {**super().stats(), "reading_media": self._reading}
 
     # -- what vLLM is given ---------------------------------------------------------------------------------
 

@@ -42,8 +42,8 @@ _LINE_END = re.compile(r"(?<=[^\s.,;:!?…—])[ \t]*\n\s*(?=\S)")  # without a 
 
 @dataclass(frozen=True)
 class TalkerOptions:
-    first_clause_words: Annotated[int, Meta(ge=1)] = ClauseLimits.first_words
-    max_clause_words: Annotated[int, Meta(ge=1)] = ClauseLimits.max_words
+    first_clause_words: Annotated[int, Meta(ge=1)] = ClauseLimits.first_words  # words that are spoken first
+    max_clause_words: Annotated[int, Meta(ge=1)] = ClauseLimits.max_words  # words that are spoken in one go
     speed: Annotated[float, Meta(ge=0.5, le=2.0)] = 1.0  # 2.0 speaks twice as fast
     max_sessions: Annotated[int, Meta(ge=1)] = 64  # more are refused UNAVAILABLE
     max_characters: Annotated[int, Meta(ge=1)] = 100_000  # of one session's text
