@@ -30,7 +30,10 @@ from tritone.connectors.base import Budget
 from tritone.connectors.local import LocalConnector
 from tritone.deploy import Deploy
 from tritone.engines.base import BatchEngine, Placement
-from tritone.engines.loops import BatchLoop, Loop, Peers, StageLoop
+from tritone.engines.batch_loop import BatchLoop
+from tritone.engines.loop import Loop
+from tritone.engines.peers import Peers
+from tritone.engines.stage_loop import StageLoop
 from tritone.engines.torch_trace import TorchTrace
 from tritone.errors import ConfigError, InvalidRequest
 from tritone.fault_log import FaultFormatter

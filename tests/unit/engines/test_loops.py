@@ -12,7 +12,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tritone import wire
 from tritone.connectors.base import Budget, Connector, Delivery, Key
 from tritone.engines.base import BatchEngine, Delta, Engine
-from tritone.engines.loops import BatchLoop, StageLoop
+from tritone.engines.batch_loop import BatchLoop
+from tritone.engines.stage_loop import StageLoop
 from tritone.errors import EngineLost, TritoneError, Unavailable
 from tritone.otlp import OtlpTracer, Readable
 
@@ -156,7 +157,7 @@ def test_an_engine_without_a_loop_may_wake_nobody():
 
 
 def test_wake_turns_a_sleeping_loop_from_any_thread(stage, monkeypatch):
-    monkeypatch.setattr("tritone.engines.loops.IDLE_WAIT_S", None)  # sleep until something is posted
+    monkeypatch.setattr("tritone.engines.loop.IDLE_WAIT_S", None)  # sleep until something is posted
     turn = threading.Thread(target=stage.loop._turn, daemon=True)
     turn.start()
 
