@@ -2,7 +2,7 @@
 
     door ──Open, Run, Cancel, Ping──► engine        engine ──Opened, Ran, Pong, Refused──► door
     engine ──Piece──► engine (the next stage)       engine ──Credit──► engine (the stage before)
-    engine ──Piece, Finished, Delivered, Failed──► orchestrator's inbox
+    engine ──Piece, Pieces, Finished, Delivered, Failed──► orchestrator's inbox
     `tritone serve` ──Drain──► orchestrator's inbox    `tritone reload` ──Reload──► `tritone serve`
     `tritone profile` ──Profile──► `tritone serve` ──TraceTorch──► engine    both ◄──Profiled, Refused──
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import mmap
 import os
 import select
@@ -204,6 +205,12 @@ class Piece(Message, frozen=True):
     made_s: float = 0.0  # time.monotonic(), which all processes of a machine share
 
 
+class Pieces(Message, frozen=True):
+    """What one step of a stage gave several sessions of one orchestrator: a packet, not one for each."""
+
+    pieces: list[Piece]
+
+
 class Credit(Message, frozen=True):
     """To the producer of a session's pieces: they were taken, so that more may be sent."""
 
@@ -275,6 +282,7 @@ AnyMessage = (
     | Ready
     | LoadFailed
     | Piece
+    | Pieces
     | Credit
     | Finished
     | Delivered
@@ -291,12 +299,18 @@ def _enc_hook(value: Any) -> Any:
         array = np.ascontiguousarray(value)
         if array.dtype == object:
             return [bytes(item) for item in array.reshape(-1)]
-        head = msgspec.msgpack.encode((array.dtype.str, array.shape))
         body = array.data.cast("B") if array.size else b""
-        return msgspec.msgpack.Ext(_ARRAY, b"".join((struct.pack("<H", len(head)), head, body)))
+        return msgspec.msgpack.Ext(_ARRAY, b"".join((_head(array.dtype.str, array.shape), body)))
     if isinstance(value, np.generic):
         return value.item()
     raise NotImplementedError(f"cannot send {type(value).__name__}")
+
+
+@functools.lru_cache(256)  # of few kinds, over and over: the frames of every session of every step
+def _head(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """What says how the bytes of an array are read."""
+    head = msgspec.msgpack.encode((dtype, shape))
+    return struct.pack("<H", len(head)) + head
 
 
 def _ext_hook(code: int, data: memoryview) -> Any:

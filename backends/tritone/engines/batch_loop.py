@@ -12,6 +12,7 @@ from typing import Any
 from tritone import wire
 from tritone.engines.base import BatchEngine, Chunk, Values
 from tritone.engines.loop import Answer, Loop
+from tritone.engines.stage_stream import StageStream
 from tritone.errors import EngineLost, TritoneError
 from tritone.tracing import Tracer
 
@@ -21,8 +22,15 @@ log = logging.getLogger("tritone.engine")
 class BatchLoop(Loop):
     """The loop of a stage that Triton batches."""
 
-    def __init__(self, model: str, engine: BatchEngine, lease_s: float, tracer: Tracer | None = None) -> None:
-        super().__init__(model, lease_s, tracer)
+    def __init__(
+        self,
+        model: str,
+        engine: BatchEngine,
+        lease_s: float,
+        tracer: Tracer | None = None,
+        stream: StageStream | None = None,
+    ) -> None:
+        super().__init__(model, lease_s, tracer, stream)
         self._engine = engine
         self._touched_s: dict[str, float] = {}  # by stream: time.monotonic() of its last chunk
 

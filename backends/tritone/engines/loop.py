@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tritone import wire
+from tritone.engines.stage_stream import StageStream
 from tritone.tracing import Tracer
 
 log = logging.getLogger("tritone.engine")
@@ -32,9 +33,19 @@ Answer = Callable[[wire.AnyMessage], None]
 class Loop(ABC):
     """One stage's thread: turns until the process ends."""
 
-    def __init__(self, model: str, lease_s: float, tracer: Tracer | None = None) -> None:
-        """model: Triton model name. lease_s: a session that waits longer for input is dropped."""
+    def __init__(
+        self,
+        model: str,
+        lease_s: float,
+        tracer: Tracer | None = None,
+        stream: StageStream | None = None,
+    ) -> None:
+        """model: Triton model name. lease_s: a session that waits longer for input is dropped.
+
+        stream: that the engine was loaded in.
+        """
         self.model = model
+        self._stream = stream or StageStream()
         self._tracer = tracer or Tracer()
         self._lease_s = lease_s
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -55,6 +66,7 @@ class Loop(ABC):
         """A loop that ends would leave a process that looks alive: end that, the door starts a new one."""
         self._beat_s = time.monotonic()  # it was made before other stages of the process were loaded
         try:
+            self._stream.enter()
             while True:
                 self._turn()
         except BaseException:

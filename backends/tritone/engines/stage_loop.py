@@ -22,6 +22,7 @@ from tritone.engines.base import Delta, Engine, Value
 from tritone.engines.loop import Answer, Loop
 from tritone.engines.peers import Peers
 from tritone.engines.seat import NO_USAGE, Seat
+from tritone.engines.stage_stream import StageStream
 from tritone.errors import Cancelled, EngineLost, TritoneError, Unavailable
 from tritone.tracing import Tracer
 
@@ -45,8 +46,9 @@ class StageLoop(Loop):
         connector: Connector,
         lease_s: float,
         tracer: Tracer | None = None,
+        stream: StageStream | None = None,
     ) -> None:
-        super().__init__(model, lease_s, tracer)
+        super().__init__(model, lease_s, tracer, stream)
         self.connector = connector
         connector.attach(
             arrived=lambda session: self.post(partial(self.take, session)),
@@ -62,6 +64,7 @@ class StageLoop(Loop):
         # this process, and with the one after it.
         self._undelivered: dict[str, Seat] = {}
         self._failed_steps = 0
+        self._outbox: dict[str, list[wire.Piece]] = {}  # by inbox: what goes out with the step's other pieces
 
     def stats(self) -> dict[str, Any]:
         return {**super().stats(), "sessions": len(self._seats), **self.connector.stats()}
@@ -242,10 +245,23 @@ class StageLoop(Loop):
                 self.cancel(delta.session)
             except TritoneError as error:  # the connector takes no more of this session
                 self._deliver([Delta(delta.session, error=error)])
+        for address in list(self._outbox):
+            self._flush(address)
+
+    def _flush(self, address: str) -> None:
+        """Send what waits for an inbox: one packet, whatever the number of sessions."""
+        pieces = self._outbox.pop(address, [])
+        if pieces:
+            try:
+                self._peers.send(address, wire.Pieces(pieces) if len(pieces) > 1 else pieces[0])
+            except wire.Disconnected:  # the orchestrator is gone
+                for session in {piece.session for piece in pieces}:
+                    self.cancel(session)
 
     def _send(self, delta: Delta, seat: Seat) -> None:
         if delta.error is not None:
             self.cancel(delta.session, delta.error.code)
+            self._flush(seat.inbox)
             self._peers.send(seat.inbox, self._failed(delta.session, delta.error))
             return
         now = time.monotonic()
@@ -266,13 +282,14 @@ class StageLoop(Loop):
                 self.connector.put(route.address, key, values, last)
             else:
                 piece = wire.Piece(delta.session, self.model, "", number, values, last)
-                self._peers.send(route.address, piece)
+                self._outbox.setdefault(route.address, []).append(piece)
         if last:
             self._leave(delta.session, usage=delta.usage)
             self.connector.ignore(delta.session)
             is_delivered = self.connector.is_delivered(delta.session)
             if not is_delivered:
                 self._undelivered[delta.session] = seat
+            self._flush(seat.inbox)
             self._peers.send(seat.inbox, self._finished(delta, seat, now, is_delivered))
 
     def _finished(self, delta: Delta, seat: Seat, now: float, is_delivered: bool) -> wire.Finished:

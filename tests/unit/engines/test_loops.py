@@ -274,6 +274,38 @@ def test_each_route_has_its_values_its_numbers_and_its_end(stage):
     assert isinstance(stage.inboxes.sent[-1], wire.Finished)
 
 
+def test_what_a_step_gives_goes_in_one_packet_and_ahead_of_every_end(stage):
+    for session in ("s", "t", "u"):
+        stage.open(session)
+    stage.makes(*(Delta(session, {"text": session}) for session in ("s", "t", "u")))
+    (packet,) = stage.inboxes.sent
+    assert [(piece.session, piece.values) for piece in packet.pieces] == [
+        (session, {"text": session}) for session in ("s", "t", "u")
+    ]
+    del stage.inboxes.sent[:]
+    fault = TritoneError("broken", "mend it")
+    stage.makes(Delta("s", {"text": "a"}), Delta("t", {}, "stop"), Delta("u", error=fault))
+    kinds = [type(message) for message in stage.inboxes.sent]
+    assert kinds == [wire.Pieces, wire.Finished, wire.Failed]
+    assert [(piece.session, piece.last) for piece in stage.inboxes.sent[0].pieces] == [
+        ("s", False),
+        ("t", True),
+    ]
+
+
+def test_sessions_of_an_orchestrator_that_is_gone_are_dropped(stage):
+    stage.open("s")
+    stage.open("t")
+
+    def send(address, message):
+        raise wire.Disconnected("gone")
+
+    stage.inboxes.send = send
+    stage.makes(Delta("s", {"text": "a"}), Delta("t", {"text": "b"}))
+    assert stage.loop.stats()["sessions"] == 0
+    assert [told for told in stage.engine.told if told[1] == "abort"] == [("s", "abort"), ("t", "abort")]
+
+
 def test_a_stage_that_ended_wants_no_more_but_what_it_gave_still_goes(stage):
     stage.open()
     stage.makes(Delta("s", {}, "stop"))
