@@ -430,6 +430,13 @@ def _check(deploy: Deploy, where: str) -> None:
                 f"{where}: stages.{name}.device is {device}, and engine '{stage.engine}' runs on one GPU",
                 "name one, e.g. gpu:0",
             )
+        leads = deploy.hosted_with(name)[0]
+        if leads != name and device.is_gpu and deploy.engine_class(name).leaves_default_stream:
+            raise ConfigError(
+                f"{where}: stages {leads} and {name} share a process, and engine '{stage.engine}' of {name}"
+                " must be the first there: it measures the GPU as it starts",
+                f"remove colocate of {name}",
+            )
         mates = [mate for mate in deploy.hosted_with(name) if mate != name]
         for mate in mates:
             for key in ("instances", "device", "python"):

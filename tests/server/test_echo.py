@@ -190,8 +190,12 @@ async def test_instances_share_the_work_and_colocated_stages_share_a_process(ser
             await client.ping(5)
         assert is_exact(await until_it_works(client, 10))
         assert set(await client.ping(5)) == {"writer", "singer", "wave"}
-        assert server.engine_pid("singer,wave") != shared, "one process is back, with both stages"
-        assert len(server.engine_pids("singer,wave")) == 1 and await active_sessions(client) == 0
+        async with asyncio.timeout(10):
+            while (
+                len(server.engine_pids("singer,wave")) > 1
+            ):  # both doors start one; who comes second ends it
+                await asyncio.sleep(0.05)
+        assert server.engine_pid("singer,wave") != shared and await active_sessions(client) == 0
 
 
 async def test_streams_outlive_kill_9_of_any_engine_if_deploy_says_so(serve, echo_folder):
