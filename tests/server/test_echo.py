@@ -191,9 +191,7 @@ async def test_instances_share_the_work_and_colocated_stages_share_a_process(ser
         assert is_exact(await until_it_works(client, 10))
         assert set(await client.ping(5)) == {"writer", "singer", "wave"}
         async with asyncio.timeout(10):
-            while (
-                len(server.engine_pids("singer,wave")) > 1
-            ):  # both doors start one; who comes second ends it
+            while len(server.engine_pids("singer,wave")) > 1:  # both doors start one, and one ends
                 await asyncio.sleep(0.05)
         assert server.engine_pid("singer,wave") != shared and await active_sessions(client) == 0
 

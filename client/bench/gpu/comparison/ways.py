@@ -19,6 +19,7 @@ from tritone_bench.document import Document
 from tritone_bench.table import NOTHING, number
 
 STAGES = ("thinker", "talker", "code2wav")
+SPEECH_RATE = "speech seconds per second"
 VLLM_SHARE = 0.7  # of a GPU that talker and code2wav need as well
 
 
@@ -97,10 +98,8 @@ def all_measured(out: Path) -> list[Measured]:
 def table(measured: Sequence[Measured]) -> list[str]:
     """Lines of Markdown: every level of every way, beside the first way that has it; and what is best."""
     runs = {one.name: one.read() for one in measured}
-    columns = {
-        name: tables.COLUMNS[name] for name in ("TTFP s", "speech seconds per second", "whole request s")
-    }
-    speech = columns["speech seconds per second"][0]
+    columns = {name: tables.COLUMNS[name] for name in ("TTFP s", SPEECH_RATE, "whole request s")}
+    speech = columns[SPEECH_RATE][0]
     rows, best = [], []
     for concurrency in sorted({level for levels_of in runs.values() for level in levels_of}):
         made = {name: found[concurrency].levels[0] for name, found in runs.items() if concurrency in found}
