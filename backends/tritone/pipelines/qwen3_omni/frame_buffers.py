@@ -10,6 +10,7 @@ kept by slot, a spare one behind the last for rows that only fill a bucket:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,28 +80,36 @@ def pack_spare(rows: int, slots: int) -> Array:
     return packed
 
 
-def pack(row: FrameRow, codec: Codec, vocab_size: int, into: Array) -> None:
-    """A row int32 [COLUMNS] as the device reads it."""
-    sampling = row.sampling
-    seed = sampling.seed or 0
-    into[: len(INTEGERS)] = (
-        row.slot,
-        row.place,
-        row.draws,
-        row.begins,
-        row.bars_end,
-        _signed(seed & 0xFFFFFFFF),
-        _signed(seed >> 32),
-        sampling.top_k or vocab_size,
-    )
-    into.view(np.float32)[len(INTEGERS) : len(COLUMN)] = (
-        row.place if row.position is None else row.position,
-        sampling.temperature,
-        sampling.top_p,
-        math.log(sampling.min_p) if sampling.min_p else -math.inf,
-        sampling.repetition_penalty,
-        codec.of_residuals(sampling).temperature,
-    )
+def pack(rows: Sequence[FrameRow], codec: Codec, vocab_size: int, into: Array) -> None:
+    """Rows as the device reads them, into the first of int32 [B, COLUMNS]; all of a frame in two copies."""
+    into[: len(rows), : len(INTEGERS)] = [
+        (
+            row.slot,
+            row.place,
+            row.draws,
+            row.begins,
+            row.bars_end,
+            *_words(row.sampling.seed or 0),
+            row.sampling.top_k or vocab_size,
+        )
+        for row in rows
+    ]
+    into.view(np.float32)[: len(rows), len(INTEGERS) : len(COLUMN)] = [
+        (
+            row.place if row.position is None else row.position,
+            row.sampling.temperature,
+            row.sampling.top_p,
+            math.log(row.sampling.min_p) if row.sampling.min_p else -math.inf,
+            row.sampling.repetition_penalty,
+            codec.residual_temperature(row.sampling),
+        )
+        for row in rows
+    ]
+
+
+def _words(seed: int) -> tuple[int, int]:
+    """Its low and its high 32 bits, as int32."""
+    return _signed(seed & 0xFFFFFFFF), _signed(seed >> 32)
 
 
 def _signed(word: int) -> int:

@@ -137,8 +137,7 @@ class GraphFrames(Frames):
         self._staging.reverse()
         staging, buffers = self._staging[0], self._buffers
         packed = staging.packed.numpy()
-        for row, into in zip(rows, packed, strict=False):
-            pack(row, self._codec, self._vocab_size, into)
+        pack(rows, self._codec, self._vocab_size, packed)
         packed[count:bucket] = self._spare[count:bucket]
         torch.stack([row.text for row in rows], out=buffers.text[:count])
         buffers.packed[:bucket].copy_(staging.packed[:bucket], non_blocking=True)

@@ -65,7 +65,7 @@ class Thinker(Thinking, TextEngine[ThinkerSession]):
         self._positions_of = positions_of
         towers = Towers(config.thinker, weights, placement.device, dtype)
         reader = PromptReader(config, tokenizer, processor, towers, options.max_context_tokens)
-        self._think_with(options, config, tokenizer, reader)
+        self._think_with(options, config, tokenizer, reader, placement.stream)
         self._greet(GREETING)
 
     @classmethod

@@ -35,6 +35,7 @@ from tritone.ports import Array
 from tritone.vision import VideoLimits
 
 if TYPE_CHECKING:
+    from tritone.engines.stage_stream import StageStream
     from tritone.engines.text import ChatTokenizer
     from tritone.pipelines.qwen3_omni.prompt import Prompt, PromptReader
 
@@ -88,11 +89,13 @@ class Thinking(TextWriter[ThinkerSession]):
         config: OmniConfig,
         tokenizer: ChatTokenizer,
         reader: PromptReader,
+        stream: StageStream,
     ) -> None:
-        """To be called once, before the first session."""
+        """To be called once, before the first session. stream: for all threads of the stage."""
         self._write_with(tokenizer)
         self._options, self._config, self._reader = options, config, reader
-        self._media_threads = ThreadPoolExecutor(MEDIA_THREADS, "media")
+        # In the stream of the loop's thread, which goes on with what the towers make: see stage_stream.py.
+        self._media_threads = ThreadPoolExecutor(MEDIA_THREADS, "media", stream.enter)
         self._reader_lock = threading.Lock()  # its tokenizer and its towers serve one prompt at a time
         self._read_prompts: queue.SimpleQueue[tuple[ThinkerSession, Prompt | TritoneError]] = (
             queue.SimpleQueue()

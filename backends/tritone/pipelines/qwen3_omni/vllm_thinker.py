@@ -49,6 +49,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
 
     Options = VllmThinkerOptions
     spans_gpus = True
+    leaves_default_stream = True
 
     def __init__(self, placement: Placement, options: VllmThinkerOptions) -> None:
         super().__init__(options)
@@ -81,6 +82,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
                 options.load_format,
                 engine_args,
                 model,
+                placement.stream,
             )
         )
         processor = load_processor(placement.checkpoint)
@@ -89,7 +91,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
         weights = open_weights(replace(placement, device=device), options.load_format, dtype)
         towers = Towers(config.thinker, weights, device, dtype)
         reader = PromptReader(config, tokenizer, processor, towers, options.max_context_tokens)
-        self._think_with(options, config, tokenizer, reader)
+        self._think_with(options, config, tokenizer, reader, placement.stream)
         self._greet(GREETING)
 
     @classmethod
