@@ -25,7 +25,7 @@ from tritone.pipelines.qwen3_omni.config import OmniConfig
 if TYPE_CHECKING:
     from tritone.pipelines.qwen3_omni.code2wav import Code2WavOptions
     from tritone.pipelines.qwen3_omni.talker import TalkerOptions
-    from tritone.pipelines.qwen3_omni.thinking import ThinkerOptions
+    from tritone.pipelines.qwen3_omni.thinking import ThinkingOptions
     from tritone.pipelines.qwen3_omni.vllm_thinker import VllmThinkerOptions
 
 SHORTEST_GRAPH = 16  # rows of a piece of a prompt, as in prompt_graph.py
@@ -98,7 +98,7 @@ class OmniSizes:
         return parts
 
 
-def thinker_terms(ground: Ground, options: ThinkerOptions) -> list[Term]:
+def thinker_terms(ground: Ground, options: ThinkingOptions) -> list[Term]:
     sizes, item = OmniSizes.read(ground.checkpoint), ITEM_BYTES[options.dtype]
     size, config = sizes.thinker, sizes.config.thinker
     rows = options.prefill_chunk_tokens + options.max_slots
