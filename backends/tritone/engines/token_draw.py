@@ -55,7 +55,7 @@ class TokenDraw:
         """ends: token ids that must not come where a row `bars_end`."""
         self._buffers, self._noise = buffers, noise
         self._vocab_size = buffers.logits.shape[1]
-        self._ends = torch.tensor(list(ends), dtype=torch.int64, device=buffers.logits.device)
+        self._ends = tuple(ends)
 
     def width(self, row: TokenRow) -> float:
         """Among how many of the likeliest tokens a row is drawn: what rows are to be ordered by."""
@@ -100,9 +100,10 @@ class TokenDraw:
         scores = buffers.logits[drawn]
         if any(row.sampling.repetition_penalty != 1.0 for row in rows):
             scores = penalise(scores, buffers.seen[buffers.slots(drawn)], buffers.column("penalty", drawn))
-        if len(self._ends) and any(row.bars_end for row in rows):
-            bars = buffers.column("bars_end", drawn).bool().unsqueeze(1)
-            scores[:, self._ends] = scores[:, self._ends].masked_fill(bars, -math.inf)
+        if any(row.bars_end for row in rows):
+            bars = buffers.column("bars_end", drawn).bool()
+            for end in self._ends:
+                scores[:, end].masked_fill_(bars, -math.inf)
         temperature = buffers.column("temperature", drawn)
         scores = scores / temperature.masked_fill(temperature < GREEDY_BELOW, 1.0).unsqueeze(1)
         if any(row.sampling.min_p for row in rows):

@@ -12,6 +12,7 @@ from typing import Any
 from tritone.checkpoint import read_config, released_elements
 from tritone.engines.base import Placement, Values
 from tritone.engines.chat import Conversation
+from tritone.engines.graph_memory import token_graph_terms
 from tritone.engines.graph_text_engine import GraphOptions, GraphTextEngine, GraphTextSession
 from tritone.engines.memory import ITEM_BYTES, Ground, Term, product
 from tritone.engines.slot_engine import SlotOptions
@@ -72,14 +73,26 @@ class TorchEngine(GraphTextEngine[_Session]):
         size = DecoderSize.from_hf(read_config(ground.checkpoint))
         item = ITEM_BYTES[options.dtype]
         elements = sum(released_elements(ground.checkpoint).values())
-        num_bytes, how = product(size.cache(options.max_slots, options.max_context_tokens), item)
+        graphs = ground.on_gpu and options.cuda_graphs
+        slots = options.max_slots + graphs
+        num_bytes, how = product(size.cache(slots, options.max_context_tokens), item)
         rows = options.prefill_chunk_tokens + options.max_slots
         held = size.pass_elements(rows, options.max_context_tokens) * item
-        return [
+        terms = [
             Term("weights", elements * item, f"{elements:,} by the files × {item} B, {options.dtype}"),
             Term("KV cache", num_bytes, how, lower="max_slots or max_context_tokens"),
-            Term("activations", held, f"a pass of {rows:,} rows", False, "prefill_chunk_tokens"),
         ]
+        if graphs:
+            # Most of these shapes are none that kernels compute.
+            return terms + token_graph_terms(
+                size,
+                slots=options.max_slots,
+                context_tokens=options.max_context_tokens,
+                piece=options.prefill_chunk_tokens,
+                item=item,
+                kernels=False,
+            )
+        return [*terms, Term("activations", held, f"a pass of {rows:,} rows", False, "prefill_chunk_tokens")]
 
     def add_request(self, session: str, inputs: Values, settings: Mapping[str, Any]) -> None:
         self._check_room(session)
