@@ -5,12 +5,12 @@
     python client/bench/gpu/thinker_step.py --tiny
 
 DIR holds the config.json of a full-size model (`build/qwen3_omni_real_size.py DIR` writes one). First, with
-FEW_LAYERS layers, how far logits are from those of float32, of the kernels and of plain torch, and
-whether a replay gives bit by bit what a call gives. Then, with all of them, milliseconds a step by CUDA
-events (median) of each program: kernels (as the product chooses, and with the experts by pair or each active
-one with all rows), a graph in plain torch, and operation by operation; beside them the floor, the bytes that
-these rows must read over the bandwidth. --tiles times other tiles than those of kernels/tiles.py, in FEW_LAYERS layers,
-and prints what would go into its MEASURED. --tiny runs all of it at toy size, on a CPU in Triton's interpreter.
+FEW_LAYERS layers, how far logits are from those of float32, of the kernels and of plain torch, and whether a
+replay gives bit by bit what a call gives. Then, with all of them, milliseconds a step by CUDA events (median)
+of each program: kernels (as the product chooses, and with the experts by pair or each active one with all
+rows), a graph in plain torch, and operation by operation; beside them the floor, the bytes that these rows
+must read over the bandwidth. --tiles times other tiles than those of kernels/tiles.py, in FEW_LAYERS layers,
+and prints what would go into its MEASURED. --tiny runs it at toy size, on a CPU in Triton's interpreter.
 
 Exit status 1 if a replay differs, or if the kernels are too far off.
 """
