@@ -23,8 +23,8 @@ from tritone.networks.layer_weights import ExpertWeights, LayerWeights, MlpWeigh
 
 def can_run(config: DecoderConfig) -> bool:
     """Whether the kernels compute a decoder of this shape."""
-    is_power = config.head_dim & (config.head_dim - 1) == 0
-    return config.qk_norm and not config.qkv_bias and not config.output_bias and is_power
+    fits_tiles = config.head_dim >= 16 and config.head_dim & (config.head_dim - 1) == 0
+    return config.qk_norm and not config.qkv_bias and not config.output_bias and fits_tiles
 
 
 class Group(NamedTuple):

@@ -119,6 +119,15 @@ def test_other_shapes_run_in_plain_torch(tmp_path: Path) -> None:
     assert crowd(engine) == crowd(make(tmp_path, cuda_graphs=False))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU")
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+def test_on_a_gpu_the_answers_are_those_of_a_cpu(checkpoint: Path, overlap: bool) -> None:
+    options = {"max_slots": 5, "max_context_tokens": 256, "prefill_chunk_tokens": 16}
+    engine = TorchEngine(Placement(checkpoint, "cuda:0"), TorchOptions(**options, overlap=overlap))
+    assert crowd(engine) == crowd(make(checkpoint, cuda_graphs=False))
+
+
 # -- steps that overlap -------------------------------------------------------------------------------------
 
 

@@ -147,7 +147,13 @@ def test_a_row_that_only_fills_a_bucket_touches_no_slot(decoder):
 
 def test_kernels_compute_no_decoder_with_biases_or_without_norms_of_heads():
     assert can_run(CONFIG)
-    for change in ({"qkv_bias": True}, {"output_bias": True}, {"qk_norm": False}, {"head_dim": 24}):
+    for change in (
+        {"qkv_bias": True},
+        {"output_bias": True},
+        {"qk_norm": False},
+        {"head_dim": 24},
+        {"head_dim": 8},
+    ):
         assert not can_run(dataclasses.replace(CONFIG, **change))
 
 

@@ -105,7 +105,7 @@ class OmniSizes:
 
 def thinker_terms(ground: Ground, options: ThinkerOptions) -> list[Term]:
     graphs = ground.on_gpu and options.cuda_graphs
-    terms = _eager_thinker_terms(ground, options, options.max_slots + graphs)
+    terms = _common_thinker_terms(ground, options, graphs)
     if not graphs:
         return terms
     return terms + token_graph_terms(
@@ -118,13 +118,19 @@ def thinker_terms(ground: Ground, options: ThinkerOptions) -> list[Term]:
     )
 
 
-def _eager_thinker_terms(ground: Ground, options: ThinkingOptions, slots: int) -> list[Term]:
+def _common_thinker_terms(ground: Ground, options: ThinkingOptions, graphs: bool) -> list[Term]:
+    """graphs: but for pieces of a prompt with media, rows run in graphs, which are counted elsewhere."""
     sizes, item = OmniSizes.read(ground.checkpoint), ITEM_BYTES[options.dtype]
     size, config = sizes.thinker, sizes.config.thinker
-    rows = options.prefill_chunk_tokens + options.max_slots
+    rows = options.prefill_chunk_tokens
+    how, scores = "with media", 0
+    if not graphs:
+        rows += options.max_slots
+        how = f"and scores of {options.max_slots} × {size.vocab:,} in float32"
+        scores = 6 * options.max_slots * size.vocab * 4
     return [
         _weights(ground, options, sizes, ("thinker.",), size.held - size.stored),
-        _cache(size, slots, options.max_context_tokens, item),
+        _cache(size, options.max_slots + graphs, options.max_context_tokens, item),
         Term(
             "tables",
             size.turns_bytes(options.max_context_tokens, item) + _tower_tables(config),
@@ -132,9 +138,8 @@ def _eager_thinker_terms(ground: Ground, options: ThinkingOptions, slots: int) -
         ),
         Term(
             "activations",
-            size.pass_elements(rows, options.max_context_tokens) * item
-            + 6 * options.max_slots * size.vocab * 4,
-            f"a pass of {rows:,} rows, and scores of {options.max_slots} × {size.vocab:,} in float32",
+            size.pass_elements(rows, options.max_context_tokens) * item + scores,
+            f"a pass of {rows:,} rows, {how}",
             is_exact=False,
             lower="prefill_chunk_tokens",
         ),
@@ -145,7 +150,7 @@ def _eager_thinker_terms(ground: Ground, options: ThinkingOptions, slots: int) -
 def vllm_thinker_terms(ground: Ground, options: VllmThinkerOptions) -> list[Term]:
     """On a GPU vLLM fills a share by itself; the towers, and what they compute in, lie beside it."""
     if not ground.on_gpu:
-        return _eager_thinker_terms(ground, options, options.max_slots)
+        return _common_thinker_terms(ground, options, graphs=False)
     sizes, config = OmniSizes.read(ground.checkpoint), OmniConfig.read(ground.checkpoint).thinker
     return [
         gpu_share(ground, float(options.engine_args.get("gpu_memory_utilization", VLLM_SHARE))),
