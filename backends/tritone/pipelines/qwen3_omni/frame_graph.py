@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritone.engines.cuda_graphs import CudaGraphs
+from tritone.engines.cuda_graphs import CudaGraphs, buckets_up_to
 from tritone.engines.sampler import gumbel_of_all, gumbel_of_frame
 from tritone.engines.static_draw import DrawSettings, draw, penalise
 from tritone.networks.decoder import Decoder
@@ -209,15 +209,8 @@ def graph_frames(
 def _program_class(decoder: Decoder, predictor: CodePredictor, kernels: bool) -> Any:
     if not kernels or not importlib.util.find_spec("triton"):
         return PlainProgram
-    from tritone.pipelines.qwen3_omni.frame_kernels import KernelProgram, can_run
+    from tritone.kernels.layers import can_run
+    from tritone.pipelines.qwen3_omni.frame_kernels import KernelProgram
 
     can = can_run(decoder.config) and can_run(predictor.decoder.config)
     return KernelProgram if can else PlainProgram
-
-
-def buckets_up_to(rows: int) -> list[int]:
-    """Batch sizes to capture: powers of two up to one that holds `rows`."""
-    sizes = [1]
-    while sizes[-1] < rows:
-        sizes.append(2 * sizes[-1])
-    return sizes

@@ -126,13 +126,14 @@ class Talker(SlotEngine[_Session]):
 
     def __init__(self, placement: Placement, options: TalkerOptions) -> None:
         torch = prepared_torch(placement)
+        from tritone.engines.cuda_graphs import buckets_up_to
+        from tritone.engines.prompt_graph import PromptGraphs
         from tritone.networks.decoder import Decoder, DecoderConfig
         from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
         from tritone.pipelines.qwen3_omni.frame import NOT_A_NUMBER, Codec, EagerFrames, FrameRow, Frames
-        from tritone.pipelines.qwen3_omni.frame_graph import buckets_up_to, graph_frames
+        from tritone.pipelines.qwen3_omni.frame_graph import graph_frames
         from tritone.pipelines.qwen3_omni.positions import PromptPositions, positions_of
-        from tritone.pipelines.qwen3_omni.prompt_graph import PromptGraphs
         from tritone.pipelines.qwen3_omni.speech_inputs import SpeechInputs
 
         config = OmniConfig.read(placement.checkpoint)

@@ -25,9 +25,10 @@ import numpy as np
 from msgspec import Meta
 
 from tritone.engines.base import Delta, Value, Values
+from tritone.engines.graph_text_engine import GraphTextSession
 from tritone.engines.memory import LoadFormat
 from tritone.engines.slot_engine import SlotOptions
-from tritone.engines.text_writer import TextSession, TextWriter
+from tritone.engines.text_writer import TextWriter
 from tritone.errors import Cancelled, InvalidRequest, TritoneError
 from tritone.pipelines.qwen3_omni.attachments import Attachments, decode
 from tritone.pipelines.qwen3_omni.config import OmniConfig
@@ -46,7 +47,7 @@ GREETING = {"messages": '[{"role": "user", "content": [{"type": "text", "text": 
 
 
 @dataclass(frozen=True)
-class ThinkerOptions(SlotOptions):
+class ThinkingOptions(SlotOptions):
     load_format: LoadFormat = "auto"  # dummy: random weights in the shapes of config.json, to measure with
     system_prompt: str = ""  # for conversations without a system message
     prefix_cache: bool = True  # start a prompt from what the cache remembers of one with the same beginning
@@ -64,7 +65,7 @@ class ThinkerOptions(SlotOptions):
 
 
 @dataclass(eq=False, kw_only=True)
-class ThinkerSession(TextSession):
+class ThinkerSession(GraphTextSession):
     speaks: bool
     prompt: Prompt | None = None  # None until it is read
     reading: Future[None] | None = None  # the work on the media of the prompt
@@ -85,7 +86,7 @@ class Thinking(TextWriter[ThinkerSession]):
 
     def _think_with(
         self,
-        options: ThinkerOptions,
+        options: ThinkingOptions,
         config: OmniConfig,
         tokenizer: ChatTokenizer,
         reader: PromptReader,

@@ -25,7 +25,7 @@ from tritone.engines.vllm.row_memory import RowMemory
 from tritone.engines.vllm.text_engine import VllmTextEngine
 from tritone.pipelines.qwen3_omni.config import OmniConfig
 from tritone.pipelines.qwen3_omni.memory import vllm_thinker_terms
-from tritone.pipelines.qwen3_omni.thinking import GREETING, ThinkerOptions, ThinkerSession, Thinking
+from tritone.pipelines.qwen3_omni.thinking import GREETING, ThinkerSession, Thinking, ThinkingOptions
 from tritone.ports import Array
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class VllmThinkerOptions(ThinkerOptions):
-    """Those of the torch Thinker, and vLLM's."""
+class VllmThinkerOptions(ThinkingOptions):
+    """Those of every Thinker, and vLLM's."""
 
     prefill_chunk_tokens: int = 2048  # prompt tokens a step, beside the tokens that are drawn
     remembered_bytes: Annotated[int, Meta(ge=0)] = 256 << 20  # of media's hidden states, for the next turn
