@@ -35,11 +35,11 @@ LEAST_PIECE = 128  # rows that a shorter piece of a prompt is counted as: it rea
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """On a GPU: a step is one CUDA graph, and it may begin before the step before it was told."""
+    """How the steps of a text engine run on a GPU."""
 
-    cuda_graphs: bool = True
+    cuda_graphs: bool = True  # on a GPU: a step is one launch; else operation by operation
     kernels: bool = True  # in kernels of our own; else in plain torch
-    overlap: bool = True
+    overlap: bool = True  # a step may begin before the step before it was told
     batch_invariant: bool = False  # always the kernels of the largest batch: tokens never depend on the load
 
 

@@ -150,7 +150,7 @@ def _echo(tmp_path: Path) -> Path:
 
 def test_media_are_read_in_the_stream_of_their_stage() -> None:
     pytest.importorskip("torch")
-    from tritone.pipelines.qwen3_omni.thinking import ThinkerOptions, Thinking
+    from tritone.pipelines.qwen3_omni.thinking import Thinking, ThinkingOptions
 
     cuda, stream = FakeCuda(), StageStream(0)
     reads: Any = SimpleNamespace(_write_with=lambda tokenizer: None)
@@ -158,7 +158,7 @@ def test_media_are_read_in_the_stream_of_their_stage() -> None:
     mine = cuda.current_stream("cuda:0")
     stream.leave()
     none: Any = None
-    Thinking._think_with(reads, ThinkerOptions(), none, none, none, stream)
+    Thinking._think_with(reads, ThinkingOptions(), none, none, none, stream)
     assert reads._media_threads.submit(partial(cuda.current_stream, "cuda:0")).result(5) is mine
     reads._media_threads.shutdown()
 
