@@ -27,7 +27,7 @@ PROMPT ?=
 AUDIO ?=
 URL ?=
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin

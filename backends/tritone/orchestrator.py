@@ -456,6 +456,10 @@ class Orchestrator:
     async def _shut_down(self) -> None:
         await self._drain()
         self._inbox.close()
+        questions = asyncio.all_tasks() - {asyncio.current_task()}  # of `states`, which nobody waits for now
+        for question in questions:
+            question.cancel()
+        await asyncio.gather(*questions, return_exceptions=True)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -26,7 +26,8 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 @pytest.fixture(scope="module")
 def desk(serve, tmp_path_factory):
     """run(command) runs a README line against a running server, in a folder that looks like the checkout."""
-    server = serve("smoltalk", "qwen3_omni", overrides=("smoltalk:profiling=true",))
+    short = "smoltalk:stage.thinker.sampling.max_tokens=24"  # the page's questions leave it open
+    server = serve("smoltalk", "qwen3_omni", overrides=("smoltalk:profiling=true", short))
     folder = tmp_path_factory.mktemp("desk")
     lay_out_media(folder)
     for name in ("client", "model_repository"):

@@ -21,7 +21,7 @@ from tritone_client import AudioChunk, Done, TextDelta, Unavailable
 pytestmark = [pytest.mark.server, pytest.mark.weights]
 
 QUESTION = "What is the ocean like?"
-SHORT = {"max_tokens": 40, "seed": 7}
+SHORT = {"max_tokens": 24, "seed": 7}
 ENDLESS = {"ignore_eos": True}
 
 
@@ -89,7 +89,7 @@ def error_of(exception):
 
 async def test_speech_starts_while_the_text_is_being_written(server):
     async with server.client("smoltalk") as client:
-        events = [event async for event in client.stream(QUESTION, **SHORT)]
+        events = [event async for event in client.stream(QUESTION, max_tokens=40, seed=7)]
     kinds = [type(event) for event in events]
     assert kinds[0] is TextDelta and kinds[-1] is Done and kinds.count(Done) == 1
     assert kinds.index(AudioChunk) < len(kinds) - 1 - kinds[::-1].index(TextDelta)

@@ -1,5 +1,6 @@
 """Ten sentences through `say` on a server, written down again by Whisper."""
 
+import asyncio
 import re
 
 import numpy as np
@@ -50,20 +51,21 @@ async def test_speech_is_intelligible(serve):
 
     server = serve("smoltalk")
     ears = WhisperEngine(Placement(checkpoint_dir("smoltalk") / "ears"), WhisperEngine.Options(beam_size=5))
-    errors = 0
     async with server.client("smoltalk") as client:
-        for number, sentence in enumerate(SENTENCES):
-            said = await client.ask(
-                messages=[{"role": "assistant", "content": sentence}], modalities="audio", seed=1
+        answers = await asyncio.gather(
+            *(
+                client.ask(messages=[{"role": "assistant", "content": sentence}], modalities="audio", seed=1)
+                for sentence in SENTENCES
             )
-            samples = said.samples.astype(np.float32) / 32768
-            ears.add_request(
-                str(number), {"audio_input": samples, "audio_input_rate": said.sample_rate_hz}, {}
-            )
-            ears.push(str(number), {}, last=True)
-            heard = ""
-            while ears.has_work:
-                heard += "".join(str(delta.outputs.get("transcript", "")) for delta in ears.step())
-            errors += word_errors(words(sentence), words(heard))
+        )
+    errors = 0
+    for number, (sentence, said) in enumerate(zip(SENTENCES, answers, strict=True)):
+        samples = said.samples.astype(np.float32) / 32768
+        ears.add_request(str(number), {"audio_input": samples, "audio_input_rate": said.sample_rate_hz}, {})
+        ears.push(str(number), {}, last=True)
+        heard = ""
+        while ears.has_work:
+            heard += "".join(str(delta.outputs.get("transcript", "")) for delta in ears.step())
+        errors += word_errors(words(sentence), words(heard))
     total = sum(len(words(sentence)) for sentence in SENTENCES)
     assert errors / total <= MAX_WORD_ERROR_RATE, f"{errors} of {total} words"
