@@ -1,7 +1,7 @@
 # make demo          install, build the weights, serve, ask, hear the answer in reply.wav
 # make serve         the same server, until Ctrl-C
 # make test          everything that must pass
-# make test-vllm     what needs vLLM, in an environment of its own: four minutes more
+# make test-vllm     of that, what needs vLLM, which has an environment above the others'
 # make perf          perf_analyzer against a pipeline: client/bench/perf_analyzer/
 # make soak          load and faults for a quarter of an hour: tests/soak/soak.py
 # make plans         Code2Wav of qwen3_omni as an ONNX file; ARGS="--checkpoint DIR --tensorrt": build/plans.py
@@ -9,7 +9,7 @@
 # make setup weights prometheus lint format clean
 #
 # PYTHON, VENV           the interpreter to use, and where to install
-# VLLM_VENV              where to install vLLM, which wants another numpy than Triton's stub
+# VLLM_VENV              where to install vLLM, which wants another numpy than Triton's stub: build/venv_above.py
 # TORCH_INDEX            an index to install torch and torchvision from, where the usual one gives CUDA builds
 # PIPELINE               for demo, serve and perf
 # URL                    for perf: the gRPC address of a server that runs, instead of one of its own
@@ -36,12 +36,16 @@ SERVE_READY := $(VENV)/.installed-serve
 TEST_READY := $(VENV)/.installed-test
 PLANS_READY := $(VENV)/.installed-plans
 TENSORRT_READY := $(VENV)/.installed-tensorrt
-VLLM_BIN := $(VLLM_VENV)/bin
-VLLM_INSTALL := $(VLLM_BIN)/pip install -qq --disable-pip-version-check --no-compile
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
 VLLM_READY := $(VLLM_VENV)/.installed
+TO_SERVE := server,smoltalk,qwen3-omni
+TO_TEST := $(TO_SERVE),client,bench,test,dev
+# What tests need holds what serving needs: where they are asked for, one installation is enough.
+FOR_TESTS := $(filter test% lint prometheus format,$(MAKECMDGOALS))
+TEST_ENV := OMP_NUM_THREADS=1 TRITONE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON))
 SOURCES := backends client tests build
 
-.PHONY: demo serve test test-vllm perf soak plans test-plans setup weights prometheus lint format clean
+.PHONY: demo serve test test-main test-vllm test-vllm-thinker perf soak plans test-plans setup weights prometheus lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(SERVE_READY) weights
@@ -52,12 +56,18 @@ serve: $(SERVE_READY) weights
 	@$(BIN)/tritone serve $(PIPELINE) $(ARGS)
 
 test: $(TEST_READY)
-	@$(MAKE) -j3 weights lint prometheus
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(MAKE) -j4 weights lint prometheus $(VLLM_READY)
+	@$(MAKE) -j2 test-main test-vllm-thinker
 
-test-vllm: $(TEST_READY) $(VLLM_READY) weights
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm $(ARGS)
-	TRITONE_VLLM_PYTHON=$(abspath $(VLLM_BIN)/python) $(BIN)/python -m pytest tests/server/test_vllm.py $(ARGS)
+test-main: $(TEST_READY) $(VLLM_READY)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-vllm: test-vllm-thinker
+	$(TEST_ENV) $(BIN)/python -m pytest tests/server/test_vllm.py $(ARGS)
+
+# In a process of its own, and behind tests that look at clocks.
+test-vllm-thinker: $(VLLM_READY) weights
+	$(TEST_ENV) nice -n 5 $(VLLM_PYTHON) -m pytest -q tests/vllm
 
 perf: $(SERVE_READY) weights
 	@$(BIN)/python build/perf.py --pipeline '$(PIPELINE)' --url '$(URL)' $(ARGS)
@@ -96,15 +106,18 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 on this machine; install one or give PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(SERVE_READY): pyproject.toml requirements.lock | $(BIN)/python
+define install
 	$(if $(TORCH_INDEX),$(INSTALL) --index-url '$(TORCH_INDEX)' torch torchvision)
 	@echo 'installing into $(VENV), once; a few minutes'
-	$(INSTALL) -e '.[server,smoltalk,qwen3-omni]'
+	$(INSTALL) -e '.[$1]'
 	@touch $@
+endef
 
-$(TEST_READY): pyproject.toml requirements.lock | $(SERVE_READY)
-	$(INSTALL) -e '.[server,smoltalk,qwen3-omni,client,bench,test,dev]'
-	@touch $@
+$(SERVE_READY): pyproject.toml requirements.lock | $(if $(FOR_TESTS),$(TEST_READY),$(BIN)/python)
+	$(if $(FOR_TESTS),@touch $@,$(call install,$(TO_SERVE)))
+
+$(TEST_READY): pyproject.toml requirements.lock | $(BIN)/python
+	$(call install,$(TO_TEST))
 
 $(PLANS_READY): pyproject.toml requirements.lock | $(SERVE_READY)
 	$(INSTALL) -e '.[server,smoltalk,qwen3-omni,plans]'
@@ -114,10 +127,8 @@ $(TENSORRT_READY): pyproject.toml requirements.lock | $(TEST_READY)
 	$(INSTALL) -e '.[tensorrt]'
 	@touch $@
 
-$(VLLM_READY): pyproject.toml requirements-vllm.lock
-	@echo 'installing vLLM into $(VLLM_VENV), once; two minutes'
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_INSTALL) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') -c requirements-vllm.lock torch
-	$(VLLM_INSTALL) --no-deps -r requirements-vllm.lock
-	$(VLLM_INSTALL) --no-deps -e .
+$(VLLM_READY): requirements-vllm.lock build/venv_above.py $(TEST_READY)
+	@echo 'installing vLLM into $(VLLM_VENV), once; a minute'
+	$(BIN)/python build/venv_above.py $(VLLM_VENV)
+	$(VLLM_PYTHON) -m pip install -qq --disable-pip-version-check --no-compile --no-deps -r requirements-vllm.lock
 	@touch $@

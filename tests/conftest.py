@@ -1,5 +1,6 @@
 """What every test may rely on."""
 
+import gc
 import importlib.util
 import signal
 import sys
@@ -8,6 +9,21 @@ import sys
 # children inherit that: tests that interrupt a program would then wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# What the files import is there to the end. The collector need not look through it meanwhile, nor after it
+# in every test that collects: a third of a second each time.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_collection_modifyitems(items):
+    """Files that start servers come first: one of them at the end would keep a worker waiting."""
+    items.sort(key=lambda item: item.get_closest_marker("server") is None)
 
 
 # These run where vLLM is: `make test-vllm`.

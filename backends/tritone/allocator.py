@@ -1,23 +1,26 @@
-"""How the C library hands memory out to the processes of a server, told by an environment variable.
+"""How the processes of a server hand memory out and give it back, so that they stay as large as they are.
 
-In a server and its stubs a buffer is made by one thread and freed by another. With the library's defaults
-every thread keeps what it freed, and those caches fill for thousands of requests: it looks like a leak.
-Engines keep the caches, with which the many small tensors of a network are made faster; their connections
-come and go with threads of their own, so the number of heaps is bounded there too.
+In a server and its stubs a buffer is made by one thread and freed by another. With the C library's defaults
+every thread keeps what it freed, and those caches fill for thousands of requests: it looks like a leak. Large
+buffers are mapped one by one there, so that none of them leaves a hole in the heap. Engines keep the caches,
+with which the many small tensors of a network are made faster, and have their large ones in the heap.
 
 Stubs and engines give freed pages back to the system by and by: by itself the library returns only those at
-the end of a heap.
+the end of a heap. Before that Python looks for what only refers to itself, which it otherwise does the more
+seldom the more it holds: what lies about until then keeps whole pages. What was there at the start is not
+looked at again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from collections.abc import MutableMapping
 
 VARIABLE = "GLIBC_TUNABLES"
-SERVER = "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=2"
-ENGINE = "glibc.malloc.arena_max=2"
+SERVER = "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=65536"
+ENGINE = "glibc.malloc.arena_max=1"
 GIVE_BACK_EVERY_S = 10.0
 
 
@@ -33,14 +36,18 @@ def for_engine(env: MutableMapping[str, str]) -> None:
 
 
 def give_back_often(every_s: float = GIVE_BACK_EVERY_S) -> None:
-    """Return the freed pages of this process to the system now and then, from a thread that ends with it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:  # a C library other than glibc
-        return
+    """Give the freed memory of this process back now and then, from a thread that ends with it.
+
+    To be called once everything is imported and loaded.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # what glibc has
 
     def run() -> None:
         while not never.wait(every_s):
+            gc.collect()
             trim(0)
 
     never = threading.Event()
+    gc.collect()
+    gc.freeze()
     threading.Thread(target=run, daemon=True, name="memory").start()

@@ -115,6 +115,8 @@ class StageDeploy:
     device: str | tuple[str, ...] = "cpu"  # cpu, gpu, gpu:<number>, or a list to spread it over
     threads: int = 1  # intra-op threads of one engine on a CPU
     colocate: str | None = None  # stages with the same word share one engine process
+    own_stream: bool = True  # in such a process on a GPU: a CUDA stream for it; else torch's default one
+    urgency: int = 0  # of that stream: stages with a higher one go first; default: as the pipeline says
     python: str | None = None  # interpreter of the engine; default: the one that runs the server's stubs
     load_timeout_s: float = 300.0  # from the start of an engine until it serves
     call_timeout_s: float = 30.0  # one control call or one batch
@@ -152,6 +154,7 @@ class Deploy:
     stall_limit_s: float = 120.0  # … and for this long is ended
     resumes: int = 0  # times that a request whose engine died begins again, unheard up to where it was
     metrics: bool = True  # shown by the server's /metrics
+    mps: bool = False  # `tritone serve` runs NVIDIA's MPS for the engines on GPUs
     chunks: Chunks = field(default_factory=Chunks)
     limits: Limits = field(default_factory=Limits)
     connector: ConnectorLimits = field(default_factory=ConnectorLimits)
@@ -192,6 +195,12 @@ class Deploy:
         """Names the engine processes that host a stage, in their sockets."""
         settings = self.stages[stage]
         return f"{self.pipeline.name}+{settings.colocate}" if settings.colocate else settings.model
+
+    def mps_priority(self, stage: str) -> int | None:
+        """CUDA_MPS_CLIENT_PRIORITY of the engine process: 0 normal, 1 below; None: there is no MPS."""
+        if not self.mps or not self.stages[stage].placed.is_gpu:
+            return None
+        return int(not any(self.stages[mate].urgency for mate in self.hosted_with(stage)))
 
     def engine_class(self, stage: str) -> Any:
         """The engine class of a stage; imports its module (never torch, see engines/base.py)."""
@@ -272,6 +281,7 @@ class _Top:
     stall_limit_s: float = Deploy.stall_limit_s
     resumes: int = Deploy.resumes
     metrics: bool = Deploy.metrics
+    mps: bool = Deploy.mps
     profiling: bool = Deploy.profiling
     mode: str = Deploy.mode
 
@@ -287,7 +297,7 @@ _BLOCKS: dict[str, type[Any]] = {
 
 
 def _stage(pipeline: Pipeline, stage: Stage, block: Mapping[str, Any], where: str) -> StageDeploy:
-    block = {"model": f"{pipeline.name}_{stage.name}", **block}
+    block = {"model": f"{pipeline.name}_{stage.name}", "urgency": stage.urgency, **block}
     engine = block.pop("engine", None) or {}
     if not isinstance(engine, Mapping | str):
         raise ConfigError(f"{where}.engine is {engine!r}", "give its kind, or a mapping of options")
@@ -399,6 +409,10 @@ def _check(deploy: Deploy, where: str) -> None:
         )
     if ratio is not None and not 0 <= ratio <= 1:
         raise ConfigError(f"{where}: tracing.sample_ratio is {ratio:g}", "give 0 to 1")
+    if deploy.mps and not any(stage.placed.is_gpu for stage in deploy.stages.values()):
+        raise ConfigError(
+            f"{where}: mps is true, and no stage is on a GPU", "give a stage `device: gpu`, or mps: false"
+        )
     for name, stage in deploy.stages.items():
         at_least(f"stages.{name}.lease_s", stage.lease_s, 0.1)
         at_least(f"stages.{name}.call_timeout_s", stage.call_timeout_s, 0.1)
@@ -407,11 +421,19 @@ def _check(deploy: Deploy, where: str) -> None:
         at_least(f"stages.{name}.instances", stage.instances, 1)
         at_least(f"stages.{name}.threads", stage.threads, 1)
         at_least(f"stages.{name}.max_batch_size", stage.max_batch_size, 1)
+        at_least(f"stages.{name}.urgency", stage.urgency, 0)
         device = Device.parse(stage.device, f"{where}: stages.{name}.device")
         if device.is_spread and not deploy.engine_class(name).spans_gpus:
             raise ConfigError(
                 f"{where}: stages.{name}.device is {device}, and engine '{stage.engine}' runs on one GPU",
                 "name one, e.g. gpu:0",
+            )
+        leads = deploy.hosted_with(name)[0]
+        if leads != name and device.is_gpu and deploy.engine_class(name).leaves_default_stream:
+            raise ConfigError(
+                f"{where}: stages {leads} and {name} share a process, and engine '{stage.engine}' of {name}"
+                " must be the first there: it measures the GPU as it starts",
+                f"remove colocate of {name}",
             )
         mates = [mate for mate in deploy.hosted_with(name) if mate != name]
         for mate in mates:

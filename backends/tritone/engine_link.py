@@ -18,7 +18,7 @@ from typing import Any
 
 from tritone import wire
 from tritone.engine_process import EngineEnded, EngineProcess, EngineSpec
-from tritone.engines.loops import IDLE_WAIT_S
+from tritone.engines.loop import IDLE_WAIT_S
 from tritone.errors import ConfigError, EngineLost, TritoneError, Unavailable, from_code
 
 log = logging.getLogger("tritone.door")

@@ -33,6 +33,7 @@ class EngineSpec:
     threads: int
     python: str | None
     load_timeout_s: float
+    mps_priority: int | None = None  # see Deploy.mps_priority
 
     def command(self, life_line: int) -> list[str]:
         return [
@@ -56,6 +57,8 @@ class EngineSpec:
         if self.gpus:
             env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # that of nvidia-smi, whose numbers a deploy file has
             env["CUDA_VISIBLE_DEVICES"] = visible(self.gpus, os.environ)
+        if self.mps_priority is not None:
+            env["CUDA_MPS_CLIENT_PRIORITY"] = str(self.mps_priority)
         allocator.for_engine(env)
         # The packaged server's own libraries must not replace those of the engine's interpreter.
         paths = env.get("LD_LIBRARY_PATH", "").split(":")

@@ -28,6 +28,8 @@ PROC = Path("/proc")
 LEAVE_S = 3.0  # how long stubs and engines may take once their server is gone
 KILL_WAIT_S = 5.0  # for the kernel to clear away what was killed
 POLL_S = 0.05
+MPS_PROGRAM = "nvidia-cuda-mps-control"
+MPS_QUIT_S = 10.0  # for the daemon to end, once its clients have
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class Run:
     shm_prefix: str  # unique; begins the name of its shared-memory regions
     grace_s: float  # from SIGTERM to the first SIGKILL
     folder: str = ""  # removed at the end; "" keeps it
+    mps: str = (
+        ""  # folder of its MPS daemon, which ends with it; "": it has none, or that outlives this server
+    )
 
     def processes(self) -> set[int]:
         """Ids of the server, its stubs and its engines that still run.
@@ -91,9 +96,48 @@ def end(run: Run, patience: Callable[[], bool] = lambda: True) -> Ended:
     if left:
         _wait(gone, KILL_WAIT_S, lambda: True)
     regions = remove_shm(run.shm_prefix)
+    if run.mps:
+        quit_mps(Path(run.mps))
     if run.folder:
         shutil.rmtree(run.folder, ignore_errors=True)
     return Ended(orderly and not left, len(left), regions)
+
+
+def mps_folder(run_folder: Path) -> Path:
+    """Of the MPS daemon of a run; see mps.py."""
+    return run_folder / "mps"
+
+
+def quit_mps(folder: Path) -> None:
+    """End an MPS daemon and its servers, if there is one: asked first, killed if it does not heed that."""
+    pipe = folder / "pipe"
+    if not _mps_processes(pipe):
+        return
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            [MPS_PROGRAM],
+            input=b"quit\n",
+            env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(pipe)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=MPS_QUIT_S,
+        )
+    if not _wait(lambda: not _mps_processes(pipe), LEAVE_S, lambda: True):
+        for pid in _mps_processes(pipe):
+            _send(pid, signal.SIGKILL)
+
+
+def _mps_processes(pipe: Path) -> list[int]:
+    """Ids of the daemon with this pipe folder, and of its servers, which inherit its environment."""
+    mark = f"CUDA_MPS_PIPE_DIRECTORY={pipe}".encode()
+    found = []
+    for entry in PROC.iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+                is_mps = b"nvidia-cuda-mps" in (entry / "cmdline").read_bytes()
+                if is_mps and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
 
 
 def remove_shm(prefix: str) -> int:

@@ -139,6 +139,9 @@ class Inbox:
                     case wire.Drain(grace_s, why):
                         ending = self._loop.create_task(self._drain(grace_s, why))
                         ending.add_done_callback(lambda _: self._drop(channel))
+                    case wire.Pieces(pieces):
+                        for piece in pieces:
+                            self._deliver(piece)
                     case _:
                         self._deliver(message)
         except BlockingIOError:

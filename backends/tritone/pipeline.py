@@ -56,6 +56,7 @@ class Stage:
     outputs: tuple[Port, ...]
     batching: Batching = Batching.ENGINE
     sampling: Sampling | None = None  # defaults of a stage that samples
+    urgency: int = 0  # on a GPU that stages of one process share: those with a higher one go first
 
 
 @dataclass(frozen=True)

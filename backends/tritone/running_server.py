@@ -15,7 +15,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -56,8 +56,11 @@ class RunningServer:
         pipelines: Sequence[Deploy],
         folder: Path,
         options: ServeOptions,
+        environ: Mapping[str, str],
     ) -> None:
+        """environ: what the server is started with beside what it needs anyway."""
         self._server = server
+        self._environ = environ
         self._python = python
         self._pipelines = list(pipelines)
         self._folder = folder
@@ -100,13 +103,14 @@ class RunningServer:
         with self._open_log() as log:
             self._process = subprocess.Popen(
                 words,
-                env=servers.environment(self._server, self._python),
+                env={**servers.environment(self._server, self._python), **self._environ},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 process_group=0,
             )
-        self._guard.watch(self._run(None if self._options.run_folder else self._folder))
+        own_mps = str(guard.mps_folder(self._folder)) if self._environ else ""
+        self._guard.watch(self._run(None if self._options.run_folder else self._folder, own_mps))
         self._started_s = time.monotonic()
         say(
             f"start  pid {self._process.pid}, pipelines {', '.join(d.pipeline.name for d in self._pipelines)}"
@@ -282,8 +286,8 @@ class RunningServer:
     def _repository(self, deploy: Deploy) -> Path:
         return self._folder / "models" / deploy.pipeline.name
 
-    def _run(self, temporary_folder: Path | None = None) -> guard.Run:
-        return guard.Run(self.pid, self._shm_prefix, GRACE_S, str(temporary_folder or ""))
+    def _run(self, temporary_folder: Path | None = None, own_mps: str = "") -> guard.Run:
+        return guard.Run(self.pid, self._shm_prefix, GRACE_S, str(temporary_folder or ""), own_mps)
 
     def _open_log(self) -> contextlib.AbstractContextManager[IO[bytes] | None]:
         if self.log_file is None:

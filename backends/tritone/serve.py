@@ -6,6 +6,7 @@
                  backends/            see server.compose
                  server.log           what the server, its engines and the supervisor say
                  ready.json           the addresses, while everything answers
+                 mps/                 see mps.py
 
 The stage doors restart their engines themselves; a door, an orchestrator or a server that dies or hangs is
 started again by the supervisor.
@@ -22,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tritone import deploy as deploys
-from tritone import doctor, repository
+from tritone import doctor, guard, mps, repository
 from tritone.asked import Asked, ServeOptions
 from tritone.deploy import Deploy
 from tritone.desk import Desk
@@ -34,7 +35,7 @@ from tritone.running_server import LOG_NAME, READY_NAME, RunningServer, log_file
 from tritone.server import Interpreter, Listen
 from tritone.supervisor import Supervisor
 
-OWN_ENTRIES = ("models", "backends", LOG_NAME, READY_NAME)
+OWN_ENTRIES = ("models", "backends", "mps", LOG_NAME, READY_NAME)
 
 
 def serve(options: ServeOptions, say: Callable[[str], None], asked: Asked) -> int:
@@ -53,6 +54,7 @@ def serve(options: ServeOptions, say: Callable[[str], None], asked: Asked) -> in
     problems = sum(finding.level is Level.PROBLEM for finding in findings)
     if problems or server is None:
         raise ConfigError(f"{problems} problem(s) in the way, listed above", "mend them and try again")
+    wants_mps = mps.is_wanted(pipelines)
     if options.check_only:
         say("all checks passed")
         return 0
@@ -62,11 +64,12 @@ def serve(options: ServeOptions, say: Callable[[str], None], asked: Asked) -> in
         log = log_file(options, folder)
         begin_log(log)
         say(f"log    {log or 'stderr'}")
+        environ = stack.enter_context(mps.daemon(folder)) if wants_mps else {}
         supervisor = Supervisor(
             pipelines,
             room,
             options,
-            lambda deploys: RunningServer(server, python, deploys, folder, options),
+            lambda deploys: RunningServer(server, python, deploys, folder, options, environ),
             lambda: load_pipelines(options.targets, options.overrides, options.profiles),
             say,
             asked,
@@ -172,6 +175,7 @@ def _clear(folder: Path) -> None:
         raise ConfigError(
             f"the run folder '{folder}' holds '{others[0]}', which is not of a run", "name an empty one"
         )
+    guard.quit_mps(guard.mps_folder(folder))  # of a run whose guard was killed too
     for entry in folder.iterdir():
         _remove(entry)
 

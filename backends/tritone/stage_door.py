@@ -113,6 +113,7 @@ class StageDoor:
             threads=max(self.deploy.stage(mate).threads for mate in mates),
             python=self.settings.python,
             load_timeout_s=max(self.deploy.stage(mate).load_timeout_s for mate in mates),
+            mps_priority=self.deploy.mps_priority(self.stage.name),
         )
         self.own = EngineLink(
             self.stage.name,

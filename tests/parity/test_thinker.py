@@ -54,7 +54,7 @@ PROMPTS = (
     "Who wrote Hamlet, and when?",
     "Pourquoi le ciel est-il bleu ? 聪明",
 )
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 
 
 @pytest.fixture(params=MODELS)

@@ -171,13 +171,29 @@ async def test_instances_share_the_work_and_colocated_stages_share_a_process(ser
     assert server.engine_pid("singer,wave")
     async with server.client("echo") as client:
         tasks = [asyncio.create_task(ask(client, "word " * 60)) for _ in range(8)]
-        await asyncio.sleep(0.5)
-        loads = [engine["sessions"] for engine in (await client.ping(5))["writer"]["engines"]]
-        assert len(loads) == 2 and min(loads) >= 2, loads
+        loads = [0, 0]
+        while min(loads) < 2:
+            assert not any(task.done() for task in tasks), "one instance never had two of them"
+            loads = [engine["sessions"] for engine in (await client.ping(5))["writer"]["engines"]]
         assert all(map(is_exact, await asyncio.gather(*tasks)))
         os.kill(server.engine_pid("writer"), signal.SIGKILL)
         await asyncio.sleep(0.1)
         assert is_exact(await ask(client, "the other instance answers")), "one of two may die unnoticed"
+        shared = server.engine_pid("singer,wave")
+        running = asyncio.create_task(ask(client, "word " * 200))
+        while not (await client.ping(5))["wave"]["engines"][0]["active"]:
+            await asyncio.sleep(0.01)
+        os.kill(shared, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="engine"):
+            await running
+        with pytest.raises(Unavailable, match=r"singer|wave"):
+            await client.ping(5)
+        assert is_exact(await until_it_works(client, 10))
+        assert set(await client.ping(5)) == {"writer", "singer", "wave"}
+        async with asyncio.timeout(10):
+            while len(server.engine_pids("singer,wave")) > 1:  # both doors start one, and one ends
+                await asyncio.sleep(0.05)
+        assert server.engine_pid("singer,wave") != shared and await active_sessions(client) == 0
 
 
 async def test_streams_outlive_kill_9_of_any_engine_if_deploy_says_so(serve, echo_folder):

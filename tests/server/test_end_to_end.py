@@ -1,5 +1,6 @@
 """The comparison against a real server with a tiny model of made-up weights, and a stand-in for the peer."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -60,6 +61,33 @@ def test_levels_of_both_and_their_ratio(command, out, monkeypatch):
         "# Ours"
     )[2].removesuffix("\n")
     assert "<svg" in (out / "ours.html").read_text() or "svg+xml" in (out / "ours.html").read_text()
+
+
+def test_ways_are_measured_once_and_set_side_by_side(command, server, out, monkeypatch):
+    started = []
+
+    @contextlib.contextmanager
+    def stand_in(start, folder, timeout_s, keep=False):
+        started.append([word for word in start.overrides if "colocate" in word or "stream" in word])
+        if len(started) == 2:
+            raise RuntimeError("gpu:0 is too small")
+        yield server
+
+    monkeypatch.setattr(end_to_end, "our_server", stand_in)
+    words = ("--concurrency", "1,2", "--ways", "apart,mps,speech,speech-one-stream")
+    with pytest.raises(AssertionError):  # exit status 1: a way did not start
+        command("ways", *words)
+    (out / "ways" / "speech" / "refused.txt").unlink()
+    printed = command("ways", *words)
+    speech = ["stage.talker.colocate=speech", "stage.code2wav.colocate=speech"]
+    single = [*speech, "stage.talker.own_stream=false", "stage.code2wav.own_stream=false"]
+    assert started == [[], speech, single, speech]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines()]
+    table = [row for row in rows if len(row) == 7 and row[1] in end_to_end.ways.WAYS]
+    expected = [[level, way] for level in "12" for way in ("apart", "speech", "speech-one-stream")]
+    assert [row[:2] for row in table] == expected
+    assert all(float(cell) > 0 for row in table for cell in row[2:6]) and {row[6] for row in table} == {"0"}
+    assert table[0][5] == "1.00" and "- at 2: most speech" in printed
 
 
 def test_goodput_goes_on_where_it_stopped(command):

@@ -122,12 +122,17 @@ async def test_the_chunk_policy_changes_nothing_that_is_heard(server, chunks):
         assert_equal(await ask(client, CASES["stops"], **chunks), "stops")
 
 
-async def test_code2wav_in_onnxruntime_gives_the_same_sound(serve):
+TOGETHER = [f"stage.{stage}.colocate=all" for stage in ("thinker", "talker", "code2wav")]
+SPEECH_TOGETHER = TOGETHER[1:]
+
+
+async def test_stages_in_one_process_and_code2wav_in_onnxruntime_give_the_same_sound(serve):
     pytest.importorskip("onnxscript")
     import plans
 
     plans.write_onnx(oracle.checkpoint())
-    server = serve(PIPELINE, overrides=["stage.code2wav.engine=onnx"])
+    server = serve(PIPELINE, overrides=[*TOGETHER, "stage.code2wav.engine=onnx"])
+    assert server.engine_pid("thinker,talker,code2wav")
     async with server.client(PIPELINE) as client:
         whole = {"initial_codec_chunk_frames": 4000, "codec_chunk_frames": 4000}
         cuts = ({}, whole, {"initial_codec_chunk_frames": 3, "codec_chunk_frames": 7})
@@ -160,7 +165,8 @@ async def test_the_whole_answer_twin_and_http_say_the_same(server):
 
 
 async def test_sync_mode_gives_the_same_answer_after_all_the_text(serve):
-    server = serve(PIPELINE, overrides=["mode=sync"])
+    server = serve(PIPELINE, overrides=[*SPEECH_TOGETHER, "mode=sync"])
+    assert server.engine_pid("talker,code2wav")
     async with server.client(PIPELINE) as client:
         for name in ("stops", "image_audio"):
             assert_equal(await ask(client, CASES[name]), name)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tritone.engines.memory import Planned
+from tritone.engines.stage_stream import StageStream
 from tritone.errors import TritoneError
 from tritone.ports import Array
 
@@ -35,6 +36,7 @@ class Placement:
     max_batch_size: int = 16  # of a stage that Triton batches: streams in one call
     chunk_frames: tuple[int, ...] = (4, 25)  # sizes of the chunks that it is given, unless a request differs
     num_gpus: int = 1  # that the engine is to be spread over, from `device` on
+    stream: StageStream = field(default_factory=StageStream, compare=False)  # for all threads of the engine
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,18 @@
-"""Functions as CUDA graphs: what they launch is recorded once and launched as one from then on."""
+"""Functions as CUDA graphs: what they launch is recorded once and launched as one from then on.
+
+Recording is for loading, before any loop of the process runs: it waits for the whole device, and a wait of
+another thread for the device, or for a context, would spoil it. Launches and allocations of other threads
+would not (`thread_local`).
+
+What is recorded in one stream shares the workspace that cuBLAS has for this stream, whichever graph it is
+in. Graphs of two stages may run at the same time, so each has a stream of its own to record in, and not the
+one that torch would take for all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,7 +24,13 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool = None
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+            # A kernel of a graph may keep the priority of the stream that it was recorded in.
+            priority = torch.cuda.current_stream(device).priority
+            self._stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
 
     def __call__(self, program: Callable[[], None]) -> Callable[[], None]:
         """What launches the program, or on a CPU is it; it has run before: first calls compile.
@@ -25,15 +41,21 @@ class CudaGraphs:
             program()
             return program
         with torch.cuda.device(self._device):
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
                 for _ in range(self._WARM_UPS):
                     program()
-            torch.cuda.current_stream().wait_stream(side)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 program()
         replay: Callable[[], None] = graph.replay
         return replay
+
+
+def buckets_up_to(rows: int) -> list[int]:
+    """Batch sizes to capture: powers of two up to one that holds `rows`."""
+    sizes = [1]
+    while sizes[-1] < rows:
+        sizes.append(2 * sizes[-1])
+    return sizes

@@ -30,7 +30,11 @@ from tritone.connectors.base import Budget
 from tritone.connectors.local import LocalConnector
 from tritone.deploy import Deploy
 from tritone.engines.base import BatchEngine, Placement
-from tritone.engines.loops import BatchLoop, Loop, Peers, StageLoop
+from tritone.engines.batch_loop import BatchLoop
+from tritone.engines.loop import Loop
+from tritone.engines.peers import Peers
+from tritone.engines.stage_loop import StageLoop
+from tritone.engines.stage_stream import StageStream
 from tritone.engines.torch_trace import TorchTrace
 from tritone.errors import ConfigError, InvalidRequest
 from tritone.fault_log import FaultFormatter
@@ -41,6 +45,9 @@ log = logging.getLogger("tritone.engine")
 
 ADDRESS_TAKEN_STATUS = 17  # exit status: another process already serves this address
 ACCEPT_PAUSE_S = 0.5
+# How long a thread may hold the interpreter's lock while another waits for it. With Python's own 5 ms a loop
+# whose frame is ready would wait longer for another's Python than for the GPU.
+SHARED_SWITCH_S = 0.0005
 
 
 class Host:
@@ -172,18 +179,28 @@ def build_loops(
         settings = deploy.stage(name)
         folder = deploy.require_checkpoint(name)
         chunk_frames = sizes_of(deploy.chunks)
+        stream = StageStream(_urgency(deploy, name, stages) if num_gpus == 1 else None)
         placement = Placement(
-            folder, device, settings.threads, settings.max_batch_size, chunk_frames, num_gpus
+            folder, device, settings.threads, settings.max_batch_size, chunk_frames, num_gpus, stream
         )
         engine = deploy.engine_class(name)(placement, settings.options)
+        stream.leave()
         if isinstance(engine, BatchEngine):
-            loops[settings.model] = BatchLoop(settings.model, engine, settings.lease_s, tracer)
+            loops[settings.model] = BatchLoop(settings.model, engine, settings.lease_s, tracer, stream)
         else:
             connector = LocalConnector(peers.own_address, settings.model, deploy.connector, budget)
             loops[settings.model] = StageLoop(
-                settings.model, engine, peers, connector, settings.lease_s, tracer
+                settings.model, engine, peers, connector, settings.lease_s, tracer, stream
             )
     return loops
+
+
+def _urgency(deploy: Deploy, stage: str, stages: tuple[str, ...]) -> int | None:
+    """For `StageStream`: one that has its GPU's process for itself needs no stream of its own."""
+    settings = deploy.stage(stage)
+    if deploy.engine_class(stage).leaves_default_stream:
+        return settings.urgency
+    return settings.urgency if len(stages) > 1 and settings.own_stream else None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -227,6 +244,8 @@ def main(argv: list[str] | None = None) -> int:
         host.become(wire.LoadFailed(f"{type(error).__name__}: {error}", "the server log has the details"), {})
         time.sleep(1.0)
         return 1
+    if len(stages) > 1:
+        sys.setswitchinterval(SHARED_SWITCH_S)
     load_s = time.monotonic() - began_s
     allocator.give_back_often()
     host.become(wire.Ready(load_s), loops)

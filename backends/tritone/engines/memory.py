@@ -45,6 +45,7 @@ class Planned:
     """Every engine: it tells beforehand what it will hold."""
 
     spans_gpus = False  # one engine can be spread over several GPUs (`device: [gpu:0, gpu:1]`)
+    leaves_default_stream = False  # its runtime does so by itself: all its threads then need one stream
 
     @classmethod
     def memory(cls, ground: Ground, options: Any) -> list[Term]:

@@ -12,17 +12,17 @@ from typing import Any
 from tritone.checkpoint import read_config, released_elements
 from tritone.engines.base import Placement, Values
 from tritone.engines.chat import Conversation
+from tritone.engines.graph_memory import token_graph_terms
+from tritone.engines.graph_text_engine import GraphOptions, GraphTextEngine, GraphTextSession
 from tritone.engines.memory import ITEM_BYTES, Ground, Term, product
 from tritone.engines.slot_engine import SlotOptions
-from tritone.engines.text_engine import TextEngine
-from tritone.engines.text_writer import TextSession
 from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import InvalidRequest, TritoneError
 from tritone.networks.decoder_size import DecoderSize
 
 
 @dataclass(frozen=True)
-class TorchOptions(SlotOptions):
+class TorchOptions(GraphOptions, SlotOptions):
     """Options of `TorchEngine`."""
 
     system_prompt: str = ""  # for conversations without a system message
@@ -30,11 +30,11 @@ class TorchOptions(SlotOptions):
 
 
 @dataclass(eq=False, kw_only=True)
-class _Session(TextSession):
+class _Session(GraphTextSession):
     conversation: Conversation
 
 
-class TorchEngine(TextEngine[_Session]):
+class TorchEngine(GraphTextEngine[_Session]):
     """Llama-, Qwen2- and Qwen3-shaped chat models with continuous batching.
 
     Ports in: `messages` (JSON list of chat messages) and, pushed once for each audio part in them,
@@ -52,16 +52,20 @@ class TorchEngine(TextEngine[_Session]):
 
         config = DecoderConfig.from_hf(read_config(placement.checkpoint))
         options.check_context(config.max_positions)
+        graphs = self._has_graphs(placement, options)
         decoder = Decoder(
             config,
             Weights(placement.checkpoint),
-            slots=options.max_slots,
+            slots=options.max_slots + graphs,
             context_tokens=options.max_context_tokens,
             device=placement.device,
             dtype=getattr(torch, options.dtype),
+            cleared=graphs,
         )
         super().__init__(options, decoder, ChatTokenizer(placement.checkpoint), options.prefix_cache)
         self._options = options
+        if graphs:
+            self._capture(options)
         self._greet({"messages": '[{"role": "user", "content": "Hello"}]'})
 
     @classmethod
@@ -69,14 +73,26 @@ class TorchEngine(TextEngine[_Session]):
         size = DecoderSize.from_hf(read_config(ground.checkpoint))
         item = ITEM_BYTES[options.dtype]
         elements = sum(released_elements(ground.checkpoint).values())
-        num_bytes, how = product(size.cache(options.max_slots, options.max_context_tokens), item)
+        graphs = ground.on_gpu and options.cuda_graphs
+        slots = options.max_slots + graphs
+        num_bytes, how = product(size.cache(slots, options.max_context_tokens), item)
         rows = options.prefill_chunk_tokens + options.max_slots
         held = size.pass_elements(rows, options.max_context_tokens) * item
-        return [
+        terms = [
             Term("weights", elements * item, f"{elements:,} by the files × {item} B, {options.dtype}"),
             Term("KV cache", num_bytes, how, lower="max_slots or max_context_tokens"),
-            Term("activations", held, f"a pass of {rows:,} rows", False, "prefill_chunk_tokens"),
         ]
+        if graphs:
+            # Most of these shapes are none that kernels compute.
+            return terms + token_graph_terms(
+                size,
+                slots=options.max_slots,
+                context_tokens=options.max_context_tokens,
+                piece=options.prefill_chunk_tokens,
+                item=item,
+                kernels=False,
+            )
+        return [*terms, Term("activations", held, f"a pass of {rows:,} rows", False, "prefill_chunk_tokens")]
 
     def add_request(self, session: str, inputs: Values, settings: Mapping[str, Any]) -> None:
         self._check_room(session)

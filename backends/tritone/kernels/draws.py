@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.language.random import philox_impl
 
 from tritone.engines.sampler import GREEDY_BELOW
+from tritone.kernels.noise import as_gumbel, words
 from tritone.kernels.products import Products, cleared
 
 NOT_A_NUMBER = -1  # in place of the first code of a frame for which scores were none
@@ -54,19 +54,11 @@ def _noise(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    zero = block * 0
     # Code 0 is drawn before its place is counted, the others after.
     position = tl.load(draws + row * stride) + (codebook > 0).to(tl.int32)
     low = tl.load(seed_low + row * stride)
     high = tl.load(seed_high + row * stride)
-    w0, w1, w2, w3 = philox_impl(
-        block.to(tl.uint32),
-        (zero + position).to(tl.uint32),
-        (zero + first + codebook).to(tl.uint32),
-        zero.to(tl.uint32),
-        (zero + low).to(tl.uint32, bitcast=True),
-        (zero + high).to(tl.uint32, bitcast=True),
-    )
+    w0, w1, w2, w3 = words(block, position, first + codebook, low, high)
     into = noise + (row * CODEBOOKS + codebook) * V
     for word in tl.static_range(4):
         if word == 0:
@@ -77,9 +69,7 @@ def _noise(
             bits = w2
         else:
             bits = w3
-        uniform = (bits.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
-        value = -tl.log(-tl.log(uniform))
-        tl.store(into + 4 * block + word, value.to(tl.float32), mask=4 * block + word < V)
+        tl.store(into + 4 * block + word, as_gumbel(bits).to(tl.float32), mask=4 * block + word < V)
 
 
 @triton.jit

@@ -11,18 +11,17 @@ power of two by entries that stand for no expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tritone.kernels.products import INTERPRETED, Partials, Products, cleared
+from tritone.kernels.products import TWO_ROWS, Partials, Products, cleared
+from tritone.kernels.tiles import INTERPRETED, height, tile_of
 from tritone.networks.layer_weights import ExpertWeights
 
-PAIRED_ROWS = 4  # up to here each pair by itself is faster
+PAIRS_AN_EXPERT = 0.25  # on average: up to here each pair by itself is faster, and hardly one is read twice
 PARTS = 8  # in which the outputs of all experts are added up
 _FAR = tl.constexpr(-1e30)
 
@@ -238,18 +237,18 @@ class Experts:
         self._all, _, self._inner = sizes.down.shape
         self._chosen_ones = sizes.num_chosen
         self._entries = triton.next_power_of_2(sizes.num_chosen + self._all - self._experts)
-        height = max(16, triton.next_power_of_2(rows))
         like = sizes.down
         self._chosen = cleared(rows, self._entries, like=like, dtype=torch.int32)
         self._shares = cleared(rows, self._entries, like=like, dtype=torch.float32)
         self._normed = cleared(rows, self._hidden, like=like)
-        self._pairs = cleared(min(rows, PAIRED_ROWS) * self._entries, self._inner, like=like)
+        self._paired_rows = paired_rows(sizes.num_chosen, self._experts)
+        self._pairs = cleared(min(rows, self._paired_rows) * self._entries, self._inner, like=like)
         self._active = cleared(self._all, like=like, dtype=torch.int32)
         self._count = cleared(1, like=like, dtype=torch.int32)
         self._bins = max(PARTS, triton.next_power_of_2(self._all + 1))
         self._of_part = cleared(self._bins, like=like, dtype=torch.int32)  # by part, then in order
         self._counts = cleared(PARTS, like=like, dtype=torch.int32)
-        self._inners = cleared(self._all * height, self._inner, like=like)
+        self._inners = cleared(self._all * height("experts_up", rows), self._inner, like=like)
         self._partials = cleared(PARTS, rows, self._hidden, like=like, dtype=torch.float32)
 
     def __call__(
@@ -270,7 +269,7 @@ class Experts:
             min(64, triton.next_power_of_2(self._hidden)), self._chosen_ones, pieces, self._entries,
             0 if partials is None else partials.count, weights.renormalise, num_warps=8, **launch,
         )  # fmt: skip
-        if rows <= PAIRED_ROWS:
+        if rows <= self._paired_rows:
             self._by_pair(x, normed, weights)
             return None
         self._by_expert(normed, weights)
@@ -291,38 +290,26 @@ class Experts:
 
     def _by_expert(self, normed: Tensor, weights: ExpertWeights) -> None:
         rows, launch = len(normed), self._products.launch()
-        height = max(16, triton.next_power_of_2(rows))
+        tall = height("experts_up", rows)
         _list_active[(1,)](
             self._chosen, self._active, self._count, self._of_part, self._counts, rows * self._entries,
             self._all, triton.next_power_of_2(rows * self._entries), self._bins, PARTS,
             num_warps=4, **launch,
         )  # fmt: skip
-        up, down = up_tile(rows), down_tile(rows)
+        up = tile_of("experts_up", rows, self._hidden, self._inner)
+        down = tile_of("experts_down", rows, self._inner, self._hidden)
         _active_up[(triton.cdiv(self._inner, up.width), self._all)](
             normed, weights.gate_up, self._chosen, self._shares, self._active, self._count, self._inners,
-            rows, self._hidden, self._inner, self._entries, height, up.width,
-            min(up.depth, triton.next_power_of_2(self._hidden)), up.stages, num_warps=up.warps, **launch,
+            rows, self._hidden, self._inner, self._entries, tall, up.width, up.depth, up.stages,
+            num_warps=up.warps, **launch,
         )  # fmt: skip
         _active_down[(triton.cdiv(self._hidden, down.width), PARTS)](
             self._inners, weights.down, self._active, self._of_part, self._counts, self._partials, rows,
-            self._hidden, self._inner, height, down.width,
-            min(down.depth, triton.next_power_of_2(self._inner)), self._bins // PARTS,
-            down.stages, num_warps=down.warps, **launch,
+            self._hidden, self._inner, tall, down.width, down.depth, self._bins // PARTS, down.stages,
+            num_warps=down.warps, **launch,
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ExpertTile:
-    width: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def up_tile(rows: int) -> ExpertTile:
-    """Chosen by size alone."""
-    return ExpertTile(64, 128, 4, 3) if rows > 32 else ExpertTile(32, 128, 4, 4)
-
-
-def down_tile(rows: int) -> ExpertTile:
-    return ExpertTile(64, 128, 4, 4) if rows > 32 else ExpertTile(32, 128, 4, 4)
+def paired_rows(num_chosen: int, experts: int) -> int:
+    """Up to how many rows each (row, expert) goes by itself."""
+    return max(TWO_ROWS, int(PAIRS_AN_EXPERT * experts / num_chosen))

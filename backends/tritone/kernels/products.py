@@ -8,7 +8,6 @@ All sums are float32. Weights: [N, K], with GLU [2 N, K], the gates first.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which takes its time for every program
+from tritone.kernels.tiles import Tile, height, tile_of
+
 TWO_ROWS = 2  # up to here registers are faster than tensor cores; measured on an H200, where 4 rows are not
-MOST_ROWS = 64  # of a tile of gemm
 
 
 @dataclass(frozen=True)
@@ -145,22 +144,22 @@ class Products:
         """y [R, N] of x [R, K], R up to TWO_ROWS; y may be the residual."""
         rows, inner = x.shape
         outer = len(weight) // (2 if glu else 1)
-        width, warps = gemv_tile(inner)
-        _gemv[(triton.cdiv(outer, width),)](
+        tile = tile_of("gemv", rows, inner, outer)
+        _gemv[(triton.cdiv(outer, tile.width),)](
             x, x if norm is None else norm, weight, x if residual is None else residual, y, self.eps, outer,
-            rows, inner, width, triton.next_power_of_2(inner),
-            norm is not None, glu, residual is not None, num_warps=warps, **self.launch(),
+            rows, inner, tile.width, triton.next_power_of_2(inner),
+            norm is not None, glu, residual is not None, num_warps=tile.warps, **self.launch(),
         )  # fmt: skip
 
     def gemm(self, x: Tensor, weight: Tensor, y: Tensor, *, glu: bool = False) -> None:
         """y [R, N] of x [R, K], R above TWO_ROWS."""
-        self._gemm(x, weight, y, glu, split=1)
+        self._gemm(x, weight, y, glu, tile_of("gemm", len(x), x.shape[1], len(weight) // (2 if glu else 1)))
 
     def gemm_parts(self, x: Tensor, weight: Tensor, into: Tensor) -> Partials:
         """As `gemm`, in partial sums; into: float32, as many as `MOST_SPLITS` of [R, N]."""
-        split = gemm_tile(x.shape[1], len(weight), splits=True).split
-        self._gemm(x, weight, into, glu=False, split=split)
-        return Partials(into, split)
+        tile = tile_of("gemm_parts", len(x), x.shape[1], len(weight))
+        self._gemm(x, weight, into, glu=False, tile=tile)
+        return Partials(into, tile.split)
 
     def norm_add(self, x: Tensor, norm: Tensor, y: Tensor, partials: Partials | None = None) -> None:
         """Add partial sums to x [R, H], and give y [R, H], its norm."""
@@ -175,46 +174,14 @@ class Products:
         """Arguments of every launch."""
         return {"PDL": True, "launch_pdl": True} if self.pdl else {"PDL": False}
 
-    def _gemm(self, x: Tensor, weight: Tensor, y: Tensor, glu: bool, split: int) -> None:
+    def _gemm(self, x: Tensor, weight: Tensor, y: Tensor, glu: bool, tile: Tile) -> None:
         rows, inner = x.shape
         outer = len(weight) // (2 if glu else 1)
-        tile = gemm_tile(inner, outer, splits=split > 1)
-        height = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
-        _gemm[(triton.cdiv(outer, tile.width), triton.cdiv(rows, height), split)](
-            x, weight, y, rows, outer, inner, height, tile.width, tile.depth, glu, split, tile.stages,
+        tall = height("gemm", rows)
+        _gemm[(triton.cdiv(outer, tile.width), triton.cdiv(rows, tall), tile.split)](
+            x, weight, y, rows, outer, inner, tall, tile.width, tile.depth, glu, tile.split, tile.stages,
             num_warps=tile.warps, **self.launch(),
         )  # fmt: skip
-
-
-MOST_SPLITS = 4
-
-
-@dataclass(frozen=True)
-class GemmTile:
-    width: int  # columns of y
-    depth: int  # of x and the weight at a time
-    warps: int
-    stages: int
-    split: int = 1
-
-
-def gemv_tile(inner: int) -> tuple[int, int]:
-    """Columns of y a program, and warps."""
-    if INTERPRETED:
-        return 1024, 4
-    return (4, 4) if inner <= 2048 else (4, 8)
-
-
-def gemm_tile(inner: int, outer: int, splits: bool) -> GemmTile:
-    """Chosen by size alone, so that nothing is tuned at start."""
-    depth = min(128, triton.next_power_of_2(inner))
-    if INTERPRETED:
-        return GemmTile(1024, depth, 4, 1, 2 if splits else 1)
-    if splits:
-        # Enough programs to ask for the whole bandwidth of some 130 multiprocessors.
-        split = 4 if inner >= 2048 else 2 if inner >= 512 else 1
-        return GemmTile(32, depth, 4, 4, split)
-    return GemmTile(32 if outer <= 8192 else 64, depth, 4, 4)
 
 
 def cleared(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

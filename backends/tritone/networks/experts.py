@@ -91,7 +91,7 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor) -> Tensor:
         """Output [N, H] of rows [N, H]."""
         chosen, shares = self.route(x)
-        if x.device.type != "cpu" and chosen.numel() > _FEW_PAIRS:
+        if x.device.type != "cpu" and chosen.numel() * _COPY_COST > self._config.num_experts:
             out = by_all(x, chosen, shares, self._gate_up, self._down)
         else:
             each = by_expert if x.device.type == "cpu" else by_pair
@@ -148,8 +148,7 @@ def by_pair(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return torch.cat(outputs).view(rows, num_chosen, -1)
 
 
-# On a device with launches to wait for, a pair is some twenty times cheaper than one more expert in a loop.
-_FEW_PAIRS = 256
+_COPY_COST = 3  # the weights of a pair are read, written and read again, those of all experts read once
 _COPIED_PAIRS = 64  # at a time, which bounds the memory that the copies take
 _ROWS_FOR_ALL = 256  # at a time, for the same reason
 

@@ -6,6 +6,7 @@ message ◄─ decode ◄─ bytes      arrays are views of the bytes, read-only
 
 from __future__ import annotations
 
+import functools
 import mmap
 import struct
 from typing import Any
@@ -23,12 +24,18 @@ def _enc_hook(value: Any) -> Any:
         array = np.ascontiguousarray(value)
         if array.dtype == object:
             return [bytes(item) for item in array.reshape(-1)]
-        head = msgspec.msgpack.encode((array.dtype.str, array.shape))
         body = array.data.cast("B") if array.size else b""
-        return msgspec.msgpack.Ext(_ARRAY, b"".join((struct.pack("<H", len(head)), head, body)))
+        return msgspec.msgpack.Ext(_ARRAY, b"".join((_head(array.dtype.str, array.shape), body)))
     if isinstance(value, np.generic):
         return value.item()
     raise NotImplementedError(f"cannot send {type(value).__name__}")
+
+
+@functools.lru_cache(256)  # of few kinds, over and over: the frames of every session of every step
+def _head(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """What says how the bytes of an array are read."""
+    head = msgspec.msgpack.encode((dtype, shape))
+    return struct.pack("<H", len(head)) + head
 
 
 def _ext_hook(code: int, data: memoryview) -> Any:

@@ -2,7 +2,7 @@
 
 door ──Open, Run, Cancel, Ping──► engine        engine ──Opened, Ran, Pong, Refused──► door
 engine ──Piece──► engine (the next stage)       engine ──Credit──► engine (the stage before)
-engine ──Piece, Finished, Delivered, Failed──► orchestrator's inbox
+engine ──Piece, Pieces, Finished, Delivered, Failed──► orchestrator's inbox
 `tritone serve` ──Drain──► orchestrator's inbox    `tritone reload` ──Reload──► `tritone serve`
 `tritone profile` ──Profile──► `tritone serve` ──TraceTorch──► engine    both ◄──Profiled, Refused──
 """
@@ -182,6 +182,12 @@ class Piece(Message, frozen=True):
     made_s: float = 0.0  # time.monotonic(), which all processes of a machine share
 
 
+class Pieces(Message, frozen=True):
+    """What one step of a stage gave several sessions of one orchestrator: a packet, not one for each."""
+
+    pieces: list[Piece]
+
+
 class Credit(Message, frozen=True):
     """To the producer of a session's pieces: they were taken, so that more may be sent."""
 
@@ -253,6 +259,7 @@ AnyMessage = (
     | Ready
     | LoadFailed
     | Piece
+    | Pieces
     | Credit
     | Finished
     | Delivered

@@ -4,6 +4,7 @@
     python client/bench/gpu/end_to_end.py goodput --out OUT --only ours             rate by bisection
     python client/bench/gpu/end_to_end.py endurance --out OUT                      9 minutes at 32, 20 % leave
     python client/bench/gpu/end_to_end.py stages --out OUT --concurrency 64         steps against their floors
+    python client/bench/gpu/end_to_end.py ways --out OUT                            processes, streams, MPS
     python client/bench/gpu/end_to_end.py report --out OUT                          what there is, again
     python client/bench/gpu/end_to_end.py start --out OUT, later stop               one server for several
 
@@ -34,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(HERE), *(str(ROOT / name) for name in ("backends", "client", "client/bench", "build"))]
 
-from comparison import endurance, goodput_search, levels, stage_floors, tables  # noqa: E402
+from comparison import endurance, goodput_search, levels, stage_floors, tables, ways  # noqa: E402
 from comparison.checkpoint_folder import checkpoint_folder  # noqa: E402
 from comparison.servers import OURS, PEER, KeptServers, OurStart, PeerStart, Served, our_server, peer_server  # noqa: E402
 from comparison.stage_trace import traced  # noqa: E402
@@ -100,12 +101,7 @@ class Run:
             yield running
             return
         if side == OURS:
-            start = OurStart(
-                self.checkpoint,
-                None if self.args.tiny and self.args.profile == PROFILE else self.args.profile,
-                ("profiling=true", *self._engine_overrides, *self.args.overrides),
-            )
-            server = our_server(start, self.out / "servers", self.args.start_s, keep)
+            server = our_server(self.our_start(), self.out / "servers", self.args.start_s, keep)
         else:
             if not self.args.peer_python:
                 raise RuntimeError("the peer needs --peer-python, an interpreter that has vllm-omni")
@@ -114,6 +110,12 @@ class Run:
         with server as served:
             print(f"{side} is ready after {served.start_s:.0f} s at {served.url}", flush=True)
             yield served
+
+    def our_start(self, *overrides: str) -> OurStart:
+        """overrides: more of them; the command line's go last."""
+        profile = None if self.args.tiny and self.args.profile == PROFILE else self.args.profile
+        words = ("profiling=true", *self._engine_overrides, *overrides, *self.args.overrides)
+        return OurStart(self.checkpoint, profile, words)
 
     @property
     def _engine_overrides(self) -> tuple[str, ...]:
@@ -179,6 +181,29 @@ def endure(run: Run) -> int:
     return report(run)
 
 
+def measure_ways(run: Run) -> int:
+    """A server for each way that lacks a level; one that does not start is noted, and the others go on."""
+    for name in run.args.ways:
+        way, kept = ways.WAYS[name], ways.Measured(run.out, name, run.args.thinker)
+        missing = kept.levels.missing(OURS, run.args.concurrency)
+        if not missing or kept.refusal is not None:
+            continue
+        if run.args.tiny and way.needs_gpu:
+            print(f"{kept.name}: needs a GPU, and is left out", flush=True)
+            continue
+        start = run.our_start(*way.overrides, *ways.thinker_overrides(run.args.thinker))
+        try:
+            with our_server(start, kept.folder / "servers", run.args.start_s) as served:
+                print(f"{kept.name}: ready after {served.start_s:.0f} s", flush=True)
+                for concurrency in missing:
+                    made = asyncio.run(levels.measure(served, run.workload, concurrency, run.words))
+                    kept.levels.write(OURS, concurrency, made)
+        except RuntimeError as error:
+            kept.refuse(str(error))
+            print(f"{kept.name}: {error}", file=sys.stderr, flush=True)
+    return report(run)
+
+
 def measure_stages(run: Run) -> int:
     with run.served(OURS) as served:
         for concurrency in run.args.concurrency:
@@ -227,6 +252,10 @@ def report(run: Run) -> int:
             levels.write_pages(run.out, side, made)
     for file in sorted(run.out.glob("stages-*.md"), key=lambda file: int(file.stem.partition("-")[2])):
         parts += [f"### steps at concurrency {file.stem.partition('-')[2]}", "", file.read_text()]
+    laid = ways.all_measured(run.out)
+    if laid:
+        good = good and all(one.refusal is None for one in laid)
+        parts += ["### stages over processes, ours", "", *ways.table(laid), ""]
     text = "\n".join(parts)
     (run.out / "comparison.md").write_text(text)
     print(text)
@@ -239,6 +268,7 @@ COMMANDS = {
     "levels": (measure_levels, "all at once, at each concurrency", "1,4,16,64"),
     "goodput": (search_goodput, "the highest rate that is still served well", "1"),
     "endurance": (endure, "minutes under load, with callers who leave", "32"),
+    "ways": (measure_ways, "stages apart, together, under MPS", "1,4,16,64"),
     "stages": (measure_stages, "steps of our stages against their floors", "1,16,64"),
     "report": (report, "what OUT holds", "1"),
 }
@@ -294,8 +324,18 @@ def _add_arguments(parser: argparse.ArgumentParser, concurrency: str) -> None:
     add("--duration-s", type=float, default=540.0, metavar="S", help="endurance: how long")
     add("--abort-share", type=float, default=0.2, metavar="X", help="endurance: of callers who leave")
     add("--rounds", type=int, default=3, metavar="N", help="stages: requests of a caller")
+    add("--ways", type=_way_list, default=ways.DEFAULT, metavar="LIST", help=f"of {', '.join(ways.WAYS)}")
+    add("--thinker", choices=("torch", "vllm"), default="torch", help="ways: its engine")
     add("--bandwidth-tb-s", type=float, default=4.8, metavar="N", help="stages: of the GPU's memory")
     add("--rate-tflops", type=float, default=989.0, metavar="N", help="stages: of its dense products")
+
+
+def _way_list(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in ways.WAYS:
+            raise argparse.ArgumentTypeError(f"there is no way '{name}'; give some of {', '.join(ways.WAYS)}")
+    return names
 
 
 def _whole_list(text: str) -> list[int]:

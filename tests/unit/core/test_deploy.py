@@ -114,6 +114,25 @@ def test_colocated_stages_share_a_process():
     assert deploy.engine_group("code2wav") == deploy.engine_group("talker") != deploy.engine_group("ears")
 
 
+@pytest.mark.parametrize(("key", "value"), [("device", "gpu:1"), ("python", "/opt/other/bin/python")])
+def test_colocated_stages_have_one_device_and_one_interpreter(key, value):
+    together = ["stage.talker.colocate=speech", "stage.code2wav.colocate=speech"]
+    with pytest.raises(ConfigError, match=f"talker and code2wav share a process but differ in {key}"):
+        deploys.load(SHIPPED, [*together, f"stage.code2wav.{key}={value}"])
+
+
+def test_a_runtime_that_measures_the_gpu_is_the_first_of_its_process(tmp_path, monkeypatch):
+    source = Path(__file__).parents[2] / "pipelines" / "echo.py"
+    shared = "{device: gpu, colocate: all}"
+    file = write(tmp_path, f"pipeline: {source}\nstages: {{writer: {shared}, singer: {shared}}}")
+    deploy = deploys.load(file)
+    monkeypatch.setattr(deploy.engine_class("writer"), "leaves_default_stream", True)
+    deploys.load(file)
+    monkeypatch.setattr(deploy.engine_class("singer"), "leaves_default_stream", True)
+    with pytest.raises(ConfigError, match=r"writer and singer share a process, .* must be the first there"):
+        deploys.load(file)
+
+
 def test_a_pipeline_may_come_from_a_file_beside_the_deploy_file(tmp_path):
     source = Path(__file__).parents[2] / "pipelines" / "echo.py"
     deploy = deploys.load(write(tmp_path, f"pipeline: {source}"))

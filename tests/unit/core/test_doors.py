@@ -22,8 +22,8 @@ import echo
 from tritone import contract, control, inbox, readiness, wire
 from tritone import deploy as deploys
 from tritone.engines.base import Placement
+from tritone.engines.batch_loop import BatchLoop
 from tritone.engines.host import Host, build_loops
-from tritone.engines.loops import BatchLoop
 from tritone.errors import ConfigError, EngineLost, Unavailable
 from tritone.server_key import server_key
 

@@ -48,8 +48,14 @@ class Inbox:
         try:
             while True:
                 message = channel.receive()
-                if not isinstance(message, wire.Hello):
-                    self.mail.put(message)
+                match message:
+                    case wire.Hello():
+                        pass
+                    case wire.Pieces(pieces):
+                        for piece in pieces:
+                            self.mail.put(piece)
+                    case _:
+                        self.mail.put(message)
         except wire.Disconnected:
             self.mail.put(None)
 

@@ -104,7 +104,8 @@ class TestInTheBox:
         return deploys.load(OMNI, [f"checkpoint={checkpoint}", *dummy, *overrides], name)
 
     def test_names(self) -> None:
-        assert list(pipelines.profiles("qwen3_omni")) == ["dummy_one_h200", "one_h200", "two_gpus"]
+        names = ["dummy_one_h200", "one_h200", "one_h200_together", "two_gpus"]
+        assert list(pipelines.profiles("qwen3_omni")) == names
         assert pipelines.profiles("fake") == {}
 
     @pytest.mark.parametrize("name", list(pipelines.profiles("qwen3_omni")))
@@ -127,6 +128,14 @@ class TestInTheBox:
         # Two engines of each stage there are too much.
         twice = self.load("one_h200", real, "stage.thinker.instances=2")
         assert memory_plan.plan([twice], [H200], RAM).too_small() != []
+
+    def test_together_is_one_context_less(self, real: Path) -> None:
+        apart, together = (self.load(name, real) for name in ("one_h200", "one_h200_together"))
+        assert together.hosted_with("code2wav") == ("talker", "code2wav")
+        needed = [
+            memory_plan.plan([deploy], [H200], RAM).needed_bytes("gpu:0") for deploy in (apart, together)
+        ]
+        assert needed[0] - needed[1] == memory_plan.CONTEXT_BYTES
 
     def test_two_gpus_has_speech_on_the_second(self, real: Path) -> None:
         deploy = self.load("two_gpus", real)

@@ -12,7 +12,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tritone import wire
 from tritone.connectors.base import Budget, Connector, Delivery, Key
 from tritone.engines.base import BatchEngine, Delta, Engine
-from tritone.engines.loops import BatchLoop, StageLoop
+from tritone.engines.batch_loop import BatchLoop
+from tritone.engines.stage_loop import StageLoop
 from tritone.errors import EngineLost, TritoneError, Unavailable
 from tritone.otlp import OtlpTracer, Readable
 
@@ -156,7 +157,7 @@ def test_an_engine_without_a_loop_may_wake_nobody():
 
 
 def test_wake_turns_a_sleeping_loop_from_any_thread(stage, monkeypatch):
-    monkeypatch.setattr("tritone.engines.loops.IDLE_WAIT_S", None)  # sleep until something is posted
+    monkeypatch.setattr("tritone.engines.loop.IDLE_WAIT_S", None)  # sleep until something is posted
     turn = threading.Thread(target=stage.loop._turn, daemon=True)
     turn.start()
 
@@ -271,6 +272,38 @@ def test_each_route_has_its_values_its_numbers_and_its_end(stage):
         (2, {}, True),
     ]
     assert isinstance(stage.inboxes.sent[-1], wire.Finished)
+
+
+def test_what_a_step_gives_goes_in_one_packet_and_ahead_of_every_end(stage):
+    for session in ("s", "t", "u"):
+        stage.open(session)
+    stage.makes(*(Delta(session, {"text": session}) for session in ("s", "t", "u")))
+    (packet,) = stage.inboxes.sent
+    assert [(piece.session, piece.values) for piece in packet.pieces] == [
+        (session, {"text": session}) for session in ("s", "t", "u")
+    ]
+    del stage.inboxes.sent[:]
+    fault = TritoneError("broken", "mend it")
+    stage.makes(Delta("s", {"text": "a"}), Delta("t", {}, "stop"), Delta("u", error=fault))
+    kinds = [type(message) for message in stage.inboxes.sent]
+    assert kinds == [wire.Pieces, wire.Finished, wire.Failed]
+    assert [(piece.session, piece.last) for piece in stage.inboxes.sent[0].pieces] == [
+        ("s", False),
+        ("t", True),
+    ]
+
+
+def test_sessions_of_an_orchestrator_that_is_gone_are_dropped(stage):
+    stage.open("s")
+    stage.open("t")
+
+    def send(address, message):
+        raise wire.Disconnected("gone")
+
+    stage.inboxes.send = send
+    stage.makes(Delta("s", {"text": "a"}), Delta("t", {"text": "b"}))
+    assert stage.loop.stats()["sessions"] == 0
+    assert [told for told in stage.engine.told if told[1] == "abort"] == [("s", "abort"), ("t", "abort")]
 
 
 def test_a_stage_that_ended_wants_no_more_but_what_it_gave_still_goes(stage):

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tritone.kernels.experts import PAIRED_ROWS, Experts
+from tritone.kernels.experts import Experts, paired_rows
 from tritone.kernels.products import Partials, Products
 from tritone.networks.layer_weights import ExpertWeights
 
-EPS, EXPERTS, CHOSEN, HIDDEN, INNER, PIECES = 1e-6, 6, 2, 48, 20, 1
+EPS, EXPERTS, CHOSEN, HIDDEN, INNER, PIECES = 1e-6, 24, 2, 48, 20, 1
+PAIRED_ROWS = 3
 
 
 def output(x: torch.Tensor, norm: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
@@ -48,3 +49,9 @@ def test_rows_are_sums_over_their_experts(noise, rows, shared):
     made = x.double() if left is None else x.double() + left.values[: left.count].double().sum(0)
     assert (left is None) == (rows <= PAIRED_ROWS)
     torch.testing.assert_close(made, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_pairs_go_by_themselves_while_hardly_an_expert_is_read_twice():
+    assert paired_rows(CHOSEN, EXPERTS) == PAIRED_ROWS
+    assert [paired_rows(8, 128), paired_rows(6, 128), paired_rows(8, 512)] == [4, 5, 16]
+    assert paired_rows(2, 8) == 2, "two rows leave no partial sums, whatever the experts"

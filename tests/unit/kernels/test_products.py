@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tritone.kernels.products import MOST_SPLITS, Products, cleared
+from tritone.kernels.products import Products, cleared
+from tritone.kernels.tiles import MOST_SPLITS
 
 EPS = 1e-6
 PRODUCTS = Products(EPS)

@@ -72,3 +72,40 @@ def test_freed_pages_are_given_back():
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) > 50, "60 MB were freed below a block that is still in use"
+
+
+CYCLE = """
+import gc, time, weakref
+from tritone import allocator
+
+class Node: pass
+
+def cycle():
+    node = Node()
+    node.self = node
+    return weakref.ref(node)
+
+gc.disable()  # what counts objects until it looks
+at_start = [Node() for _ in range(1000)]
+allocator.give_back_often(every_s=0.05)
+looked_at = len(gc.get_objects())
+seen = cycle()
+deadline = time.monotonic() + 10
+while seen() is not None and time.monotonic() < deadline:
+    time.sleep(0.02)
+print(seen() is None, looked_at)
+"""
+
+
+def test_what_refers_to_itself_alone_is_found_and_the_start_is_not_looked_at_again():
+    done = subprocess.run(
+        [sys.executable, "-c", CYCLE],
+        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found, looked_at = done.stdout.split()
+    assert found == "True"
+    assert int(looked_at) < 1000

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from tritone.engines.base import Placement
+from tritone.engines.cuda_graphs import buckets_up_to
 from tritone.errors import TritoneError
 from tritone.networks.weights import Weights
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
-from tritone.pipelines.qwen3_omni.frame_graph import GraphFrames, PlainProgram, buckets_up_to
+from tritone.pipelines.qwen3_omni.frame_graph import GraphFrames, PlainProgram
 from tritone.pipelines.qwen3_omni.talker import Talker, TalkerOptions
 
 from .conftest import Answer, run

@@ -144,6 +144,45 @@ def test_a_gpu_takes_graphs_and_one_slot_more(real: Path) -> None:
     assert plain["CUDA graphs"].num_bytes > terms["CUDA graphs"].num_bytes + (256 << 20)
 
 
+class _GraphThinker(Thinker):
+    @staticmethod
+    def _has_graphs(placement: Placement, options: Any) -> bool:
+        return bool(options.cuda_graphs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_of_a_thinker_with_graphs_is_what_its_tensors_take(checkpoint: Path, dtype: str) -> None:
+    options = ThinkerOptions(**SLOTS, dtype=dtype, kernels=False)
+    plan = planned(Thinker.memory(Ground("thinker", checkpoint, is_released=True, on_gpu=True), options))
+    _GraphThinker(Placement(checkpoint), options)
+    engine, num_bytes = held(lambda: _GraphThinker(Placement(checkpoint), options))
+    pinned = [tensor for some in engine._steps._staging for tensor in (some.packed, some.ids)]
+    assert num_bytes - sum(tensor.nbytes for tensor in pinned) == sum(plan.values())
+    assert plan["KV cache"] == engine._decoder.cache.nbytes
+    buffers = vars(engine._steps._buffers).values()
+    assert plan["static buffers"] > sum(tensor.nbytes for tensor in buffers)
+
+
+def test_a_thinker_on_a_gpu_takes_graphs_and_one_slot_more(real: Path) -> None:
+    options = ThinkerOptions(
+        max_slots=64,
+        max_context_tokens=6144,
+        prefill_chunk_tokens=1024,
+        dtype="bfloat16",
+        load_format="dummy",
+    )
+    ground = Ground("thinker", real, is_released=True, on_gpu=True)
+    terms = {term.name: term for term in Thinker.memory(ground, options)}
+    assert "48 layers × 2 (keys, values) × 65 slots" in terms["KV cache"].how
+    assert terms["static buffers"].is_exact and not terms["CUDA graphs"].is_exact
+    scores = 64 * 152064 * 4
+    assert scores < terms["static buffers"].num_bytes < 2 * scores
+    eager = {term.name for term in Thinker.memory(ground, replace(options, cuda_graphs=False))}
+    assert not eager & {"CUDA graphs", "static buffers"}
+    plain = {term.name: term for term in Thinker.memory(ground, replace(options, kernels=False))}
+    assert plain["CUDA graphs"].num_bytes > terms["CUDA graphs"].num_bytes
+
+
 def test_limits_of_a_pass_are_those_of_the_decoder() -> None:
     assert waveform_size.PASS_FRAMES == waveform_decoder.MAX_PASS_FRAMES
     assert waveform_size.BATCH_FRAMES == waveform_decoder.MAX_BATCH_FRAMES

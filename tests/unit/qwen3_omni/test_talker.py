@@ -113,6 +113,36 @@ def test_pieces_of_any_size_give_the_same_codes(make_talker: MakeTalker, media: 
         assert_nothing_left(talker)
 
 
+def test_tokens_of_all_sessions_become_rows_in_one_pass(make_talker: MakeTalker) -> None:
+    talker = make_talker()
+    expected = {seed: speak(talker, told(talker, seed=seed)).frames for seed in range(3)}
+    passes: list[int] = []
+    texts = talker._inputs.spoken
+
+    def counted(tokens: Sequence[int]) -> list[torch.Tensor]:
+        passes.append(len(tokens))
+        return texts(tokens)
+
+    talker._inputs.spoken = counted  # type: ignore[method-assign]
+    for seed in expected:
+        start(talker, str(seed))
+        outputs = told(talker, seed=seed)
+        for token in outputs["token_ids"]:
+            talker.push(str(seed), {"token_ids": np.array([token], np.int32)}, last=False)
+        talker.push(str(seed), {"prompt_ids": outputs["prompt_ids"]}, last=False)
+    start(talker, "gone")
+    talker.push("gone", {"token_ids": np.arange(9, dtype=np.int32)}, last=False)
+    talker.abort("gone")
+    assert passes == [] and talker.has_work
+    answers = run(talker)
+    assert passes == [3 * 6]
+    for seed in expected:
+        talker.push(str(seed), {}, last=True)
+    answers = run(talker, answers)
+    assert {seed: answers[str(seed)].frames for seed in expected} == expected
+    assert_nothing_left(talker)
+
+
 def test_what_came_with_the_request_counts(make_talker: MakeTalker) -> None:
     talker = make_talker()
     outputs = told(talker, 3)

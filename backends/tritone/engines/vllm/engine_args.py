@@ -15,6 +15,7 @@ from typing import Any
 
 from tritone.engines.memory import LoadFormat
 from tritone.engines.slot_engine import SlotOptions
+from tritone.engines.stage_stream import StageStream
 from tritone.engines.vllm.contract import RELEASES
 from tritone.errors import ConfigError, suggestion
 
@@ -69,9 +70,12 @@ def start(
     load_format: LoadFormat,
     engine_args: Mapping[str, Any],
     model: ModelOnVllm,
+    stream: StageStream,
 ) -> Any:
     """An LLMEngine that steps in this process, which `prepare` has prepared.
 
+    stream: vLLM takes one of its own in each thread that has none when it first asks, without a wait; in a
+    thread that has entered one since vLLM was imported, it stays there.
     Raises ConfigError for a release of vLLM that lacks what is needed, and for engine_args that it refuses.
     """
     arguments = _engine_args(folder, device, options, prefix_cache, load_format, engine_args, model)
@@ -84,6 +88,7 @@ def start(
             f"vLLM has another inside than this engine was made for ({fault})",
             f"install one of {', '.join(RELEASES)}",
         ) from None
+    stream.enter()
     try:
         return LLMEngine.from_engine_args(arguments)
     except ValueError as fault:

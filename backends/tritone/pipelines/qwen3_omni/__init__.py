@@ -122,6 +122,7 @@ PIPELINE = Pipeline(
             inputs=(PROMPT_IDS, PROMPT_POSITIONS, MEDIA_ROWS, TOKEN_IDS),
             outputs=(FRAMES,),
             sampling=Sampling(temperature=0.9, top_k=50, repetition_penalty=1.05, max_tokens=4096),
+            urgency=2,  # every frame of every listener waits for it; the thinker is ahead of its readers
         ),
         Stage(
             "code2wav",
@@ -134,6 +135,7 @@ PIPELINE = Pipeline(
             inputs=(FRAMES,),
             outputs=(PCM,),
             batching=Batching.TRITON,
+            urgency=1,
         ),
     ),
     edges=(

@@ -41,7 +41,7 @@ class TensorrtCode2Wav(ExportedCode2Wav):
 
 
 class TensorrtWaves(StepWaves):
-    """Runs the plan on a stream of its own."""
+    """Runs the plan in the stage's stream, or one of its own: TensorRT wants another than the default one."""
 
     def __init__(
         self, engine: Any, config: WaveformConfig, buckets: Buckets, slots: int, device: str
@@ -53,7 +53,9 @@ class TensorrtWaves(StepWaves):
         self._torch, self._engine = torch, engine  # the context lives no longer than the engine
         self._context = engine.create_execution_context()
         memory_size = int(engine.get_tensor_shape("memory")[1])
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream(device)
+        if self._stream == torch.cuda.default_stream(device):
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         rows = max(rows for rows, _ in buckets.shapes())
         places = max(rows * frames for rows, frames in buckets.shapes())
 
@@ -137,6 +139,7 @@ def open_engine(placement: Placement) -> Any:
     architecture = architecture_of(torch.cuda.get_device_capability(placement.device))
     file = require_plan(placement.checkpoint, architecture, library_name(library))
     torch.cuda.set_device(placement.device)
+    placement.stream.open(torch, placement.device)
     engine = library.Runtime(library.Logger(library.Logger.WARNING)).deserialize_cuda_engine(
         file.read_bytes()
     )

@@ -55,9 +55,11 @@ class Codec:
     residual: Sampling  # of the codes after the first, but for seed and temperature of a greedy talker
 
     def of_residuals(self, sampling: Sampling) -> Sampling:
+        return replace(self.residual, seed=sampling.seed, temperature=self.residual_temperature(sampling))
+
+    def residual_temperature(self, sampling: Sampling) -> float:
         """A greedy talker is greedy in all codes, as the reference is."""
-        temperature = self.residual.temperature if sampling.temperature >= sampler.GREEDY_BELOW else 0.0
-        return replace(self.residual, seed=sampling.seed, temperature=temperature)
+        return self.residual.temperature if sampling.temperature >= sampler.GREEDY_BELOW else 0.0
 
 
 class Flight(ABC):

@@ -10,19 +10,20 @@ kept by slot, a spare one behind the last for rows that only fill a bucket:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tritone.engines.packed_rows import COLUMNS, PackedRows, seed_words, seeds_of
 from tritone.pipelines.qwen3_omni.frame import Codec, FrameRow
 from tritone.ports import Array
 
 INTEGERS = ("slot", "place", "draws", "begins", "bars_end", "seed_low", "seed_high", "top_k")
 FLOATS = ("position", "temperature", "top_p", "log_min_p", "penalty", "residual_temperature")
-COLUMNS = 16  # a row starts at a multiple of 64 bytes
-COLUMN = {name: place for place, name in enumerate((*INTEGERS, *FLOATS))}
+ROWS = PackedRows(INTEGERS, FLOATS)
 
 
 @dataclass(frozen=True)
@@ -59,50 +60,45 @@ class FrameBuffers:
 
     def column(self, name: str, rows: int) -> Tensor:
         """int32 or float32 [rows], a view."""
-        packed = self.packed if name in INTEGERS else self.packed.view(torch.float32)
-        return packed[:rows, COLUMN[name]]
+        return ROWS.column(self.packed[:rows], name)
 
     def seeds(self, rows: int) -> Tensor:
         """int64 [rows]"""
-        low = self.column("seed_low", rows).long() & 0xFFFFFFFF
-        return low | (self.column("seed_high", rows).long() << 32)
+        return seeds_of(self.column("seed_low", rows), self.column("seed_high", rows))
 
 
 def pack_spare(rows: int, slots: int) -> Array:
     """Packed rows, int32 [rows, COLUMNS], that fill a bucket: greedy ones in the spare slot."""
     packed = np.zeros((rows, COLUMNS), np.int32)
-    packed[:, COLUMN["slot"]] = slots
-    packed[:, COLUMN["begins"]] = packed[:, COLUMN["top_k"]] = 1
-    floats = packed.view(np.float32)
-    floats[:, COLUMN["penalty"]] = floats[:, COLUMN["top_p"]] = 1.0
-    floats[:, COLUMN["log_min_p"]] = -math.inf
+    ROWS.fill(packed, slot=slots, begins=1, top_k=1, penalty=1.0, top_p=1.0, log_min_p=-math.inf)
     return packed
 
 
-def pack(row: FrameRow, codec: Codec, vocab_size: int, into: Array) -> None:
-    """A row int32 [COLUMNS] as the device reads it."""
-    sampling = row.sampling
-    seed = sampling.seed or 0
-    into[: len(INTEGERS)] = (
-        row.slot,
-        row.place,
-        row.draws,
-        row.begins,
-        row.bars_end,
-        _signed(seed & 0xFFFFFFFF),
-        _signed(seed >> 32),
-        sampling.top_k or vocab_size,
+def pack(rows: Sequence[FrameRow], codec: Codec, vocab_size: int, into: Array) -> None:
+    """Rows as the device reads them, into the first of int32 [B, COLUMNS]; all of a frame in two copies."""
+    ROWS.put(
+        into,
+        [
+            (
+                row.slot,
+                row.place,
+                row.draws,
+                row.begins,
+                row.bars_end,
+                *seed_words(row.sampling.seed),
+                row.sampling.top_k or vocab_size,
+            )
+            for row in rows
+        ],
+        [
+            (
+                row.place if row.position is None else row.position,
+                row.sampling.temperature,
+                row.sampling.top_p,
+                math.log(row.sampling.min_p) if row.sampling.min_p else -math.inf,
+                row.sampling.repetition_penalty,
+                codec.residual_temperature(row.sampling),
+            )
+            for row in rows
+        ],
     )
-    into.view(np.float32)[len(INTEGERS) : len(COLUMN)] = (
-        row.place if row.position is None else row.position,
-        sampling.temperature,
-        sampling.top_p,
-        math.log(sampling.min_p) if sampling.min_p else -math.inf,
-        sampling.repetition_penalty,
-        codec.of_residuals(sampling).temperature,
-    )
-
-
-def _signed(word: int) -> int:
-    """The same 32 bits as an int32."""
-    return word - (1 << 32) if word >= 1 << 31 else word

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritone.engines.cuda_graphs import CudaGraphs
+from tritone.engines.cuda_graphs import CudaGraphs, buckets_up_to
 from tritone.engines.sampler import gumbel_of_all, gumbel_of_frame
 from tritone.engines.static_draw import DrawSettings, draw, penalise
 from tritone.networks.decoder import Decoder
@@ -137,8 +137,7 @@ class GraphFrames(Frames):
         self._staging.reverse()
         staging, buffers = self._staging[0], self._buffers
         packed = staging.packed.numpy()
-        for row, into in zip(rows, packed, strict=False):
-            pack(row, self._codec, self._vocab_size, into)
+        pack(rows, self._codec, self._vocab_size, packed)
         packed[count:bucket] = self._spare[count:bucket]
         torch.stack([row.text for row in rows], out=buffers.text[:count])
         buffers.packed[:bucket].copy_(staging.packed[:bucket], non_blocking=True)
@@ -210,15 +209,8 @@ def graph_frames(
 def _program_class(decoder: Decoder, predictor: CodePredictor, kernels: bool) -> Any:
     if not kernels or not importlib.util.find_spec("triton"):
         return PlainProgram
-    from tritone.pipelines.qwen3_omni.frame_kernels import KernelProgram, can_run
+    from tritone.kernels.layers import can_run
+    from tritone.pipelines.qwen3_omni.frame_kernels import KernelProgram
 
     can = can_run(decoder.config) and can_run(predictor.decoder.config)
     return KernelProgram if can else PlainProgram
-
-
-def buckets_up_to(rows: int) -> list[int]:
-    """Batch sizes to capture: powers of two up to one that holds `rows`."""
-    sizes = [1]
-    while sizes[-1] < rows:
-        sizes.append(2 * sizes[-1])
-    return sizes

@@ -17,6 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tritone.checkpoint import released_elements
+from tritone.engines.graph_memory import (
+    GRAPHS_SPARE_BYTES,
+    MIB,
+    PACKED_BYTES,
+    SHORTEST_GRAPH,
+    SPLITS,
+    bucket,
+    token_graph_terms,
+)
 from tritone.engines.memory import FILES_FACTOR, ITEM_BYTES, Ground, Term, gpu_share, product
 from tritone.networks.decoder_size import DecoderSize
 from tritone.networks.waveform_size import BATCH_FRAMES, WaveformSize
@@ -26,15 +35,11 @@ if TYPE_CHECKING:
     from tritone.pipelines.qwen3_omni.code2wav import Code2WavOptions
     from tritone.pipelines.qwen3_omni.code2wav_exported import ExportedOptions
     from tritone.pipelines.qwen3_omni.talker import TalkerOptions
-    from tritone.pipelines.qwen3_omni.thinking import ThinkerOptions
+    from tritone.pipelines.qwen3_omni.thinker import ThinkerOptions
+    from tritone.pipelines.qwen3_omni.thinking import ThinkingOptions
     from tritone.pipelines.qwen3_omni.vllm_thinker import VllmThinkerOptions
 
-SHORTEST_GRAPH = 16  # rows of a piece of a prompt, as in prompt_graph.py
-PACKED_BYTES = 64  # of a frame's row, as in frame_buffers.py
-SPLITS = 8  # sums that a kernel may leave to be added up, of a row
-MIB = 1 << 20
 VLLM_SHARE = 0.9  # of a GPU, which vLLM fills when it is told nothing
-GRAPHS_SPARE_BYTES = 128 * MIB  # that graphs take beyond what they compute in: nodes, kernels, fragments
 
 
 @dataclass(frozen=True)
@@ -100,12 +105,33 @@ class OmniSizes:
 
 
 def thinker_terms(ground: Ground, options: ThinkerOptions) -> list[Term]:
+    graphs = ground.on_gpu and options.cuda_graphs
+    terms = _common_thinker_terms(ground, options, graphs)
+    if not graphs:
+        return terms
+    return terms + token_graph_terms(
+        OmniSizes.read(ground.checkpoint).thinker,
+        slots=options.max_slots,
+        context_tokens=options.max_context_tokens,
+        piece=options.prefill_chunk_tokens,
+        item=ITEM_BYTES[options.dtype],
+        kernels=options.kernels,
+    )
+
+
+def _common_thinker_terms(ground: Ground, options: ThinkingOptions, graphs: bool) -> list[Term]:
+    """graphs: but for pieces of a prompt with media, rows run in graphs, which are counted elsewhere."""
     sizes, item = OmniSizes.read(ground.checkpoint), ITEM_BYTES[options.dtype]
     size, config = sizes.thinker, sizes.config.thinker
-    rows = options.prefill_chunk_tokens + options.max_slots
+    rows = options.prefill_chunk_tokens
+    how, scores = "with media", 0
+    if not graphs:
+        rows += options.max_slots
+        how = f"and scores of {options.max_slots} × {size.vocab:,} in float32"
+        scores = 6 * options.max_slots * size.vocab * 4
     return [
         _weights(ground, options, sizes, ("thinker.",), size.held - size.stored),
-        _cache(size, options.max_slots, options.max_context_tokens, item),
+        _cache(size, options.max_slots + graphs, options.max_context_tokens, item),
         Term(
             "tables",
             size.turns_bytes(options.max_context_tokens, item) + _tower_tables(config),
@@ -113,9 +139,8 @@ def thinker_terms(ground: Ground, options: ThinkerOptions) -> list[Term]:
         ),
         Term(
             "activations",
-            size.pass_elements(rows, options.max_context_tokens) * item
-            + 6 * options.max_slots * size.vocab * 4,
-            f"a pass of {rows:,} rows, and scores of {options.max_slots} × {size.vocab:,} in float32",
+            size.pass_elements(rows, options.max_context_tokens) * item + scores,
+            f"a pass of {rows:,} rows, {how}",
             is_exact=False,
             lower="prefill_chunk_tokens",
         ),
@@ -126,7 +151,7 @@ def thinker_terms(ground: Ground, options: ThinkerOptions) -> list[Term]:
 def vllm_thinker_terms(ground: Ground, options: VllmThinkerOptions) -> list[Term]:
     """On a GPU vLLM fills a share by itself; the towers, and what they compute in, lie beside it."""
     if not ground.on_gpu:
-        return thinker_terms(ground, options)
+        return _common_thinker_terms(ground, options, graphs=False)
     sizes, config = OmniSizes.read(ground.checkpoint), OmniConfig.read(ground.checkpoint).thinker
     return [
         gpu_share(ground, float(options.engine_args.get("gpu_memory_utilization", VLLM_SHARE))),
@@ -141,7 +166,7 @@ def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
     size, predictor = sizes.talker, sizes.predictor
     graphs = ground.on_gpu and options.cuda_graphs
     slots, context = options.max_slots + graphs, options.max_context_tokens
-    frames = _bucket(1, options.max_slots)
+    frames = bucket(1, options.max_slots)
     more = size.held - size.stored + predictor.held - predictor.stored
     places = sizes.residuals + 2
     own, how = product(predictor.cache(frames, places), item)
@@ -157,7 +182,7 @@ def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
         rows = options.prefill_chunk_tokens + options.max_slots
         held = size.pass_elements(rows, context) * item
         return [*terms, Term("activations", held, f"a pass of {rows:,} rows", False, "prefill_chunk_tokens")]
-    rows = _bucket(SHORTEST_GRAPH, options.prefill_chunk_tokens)
+    rows = bucket(SHORTEST_GRAPH, options.prefill_chunk_tokens)
     buffers = _frame_buffers(sizes, frames, options.max_slots, item) + rows * (size.hidden * item + 24)
     copied = 0 if options.kernels else 4 * frames * size.kv_heads * context * size.head_dim
     held = max(size.pass_elements(rows, context), copied + size.pass_elements(frames, context)) * item
@@ -242,14 +267,6 @@ def _frame_buffers(sizes: OmniSizes, frames: int, slots: int, item: int) -> int:
     scores = frames * codes * 4
     computed = 3 * frames * (SPLITS * hidden * 4 + (6 * hidden + 4 * sizes.talker.inner) * item)
     return frames * a_frame + (slots + 1) * a_slot + scores + computed
-
-
-def _bucket(first: int, most: int) -> int:
-    """The largest of the sizes first, 2 first, 4 first … that are captured for up to `most`."""
-    size = first
-    while size < most:
-        size *= 2
-    return size
 
 
 # -- what sees and hears -----------------------------------------------------------------------------------

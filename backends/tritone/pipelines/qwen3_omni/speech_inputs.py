@@ -27,6 +27,7 @@ from tritone.pipelines.qwen3_omni.config import OmniConfig
 from tritone.ports import Array
 
 _PADDED = 4  # positions of the head without text
+_PASS_ROWS = 64  # tokens of a pass over those that are to be spoken
 
 
 class SpeechInputs:
@@ -56,6 +57,21 @@ class SpeechInputs:
     def texts(self, tokens: Sequence[int]) -> Tensor:
         """Rows [n, H] of tokens to be spoken."""
         return self._text(self._embedding[on_device(tokens, torch.int64, self._decoder.device)])
+
+    @torch.inference_mode()
+    def spoken(self, tokens: Sequence[int]) -> list[Tensor]:
+        """The rows [H] of tokens of any sessions.
+
+        On a GPU by passes of one shape: what stands beside a token then changes no bit of its row.
+        """
+        if self._decoder.device.type == "cpu":
+            return list(self.texts(tokens).unbind())
+        rows: list[Tensor] = []
+        for begin in range(0, len(tokens), _PASS_ROWS):
+            given = tokens[begin : begin + _PASS_ROWS]
+            padded = [*given, *[0] * (_PASS_ROWS - len(given))]
+            rows += self.texts(padded)[: len(given)].clone().unbind()  # without memory of the padding
+        return rows
 
     @torch.inference_mode()
     def prompt(self, ids: Array, media: Sequence[Array], head: Sequence[int], speaker: int) -> Tensor | None:

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
@@ -69,6 +70,7 @@ class _Session(SlotSession):
     positions: PromptPositions | None = None  # None: of each row its place
     media_rows: list[Array] = field(default_factory=list)  # float32 [m, thinker's H], behind media tokens
     head: list[int] = field(default_factory=list)  # tokens
+    told: list[int] = field(default_factory=list)  # tokens to speak that are not projected yet
     texts: list[Tensor] = field(
         default_factory=list
     )  # [H] each: projected tokens to speak, from the first on
@@ -124,13 +126,14 @@ class Talker(SlotEngine[_Session]):
 
     def __init__(self, placement: Placement, options: TalkerOptions) -> None:
         torch = prepared_torch(placement)
+        from tritone.engines.cuda_graphs import buckets_up_to
+        from tritone.engines.prompt_graph import PromptGraphs
         from tritone.networks.decoder import Decoder, DecoderConfig
         from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
         from tritone.pipelines.qwen3_omni.frame import NOT_A_NUMBER, Codec, EagerFrames, FrameRow, Frames
-        from tritone.pipelines.qwen3_omni.frame_graph import buckets_up_to, graph_frames
+        from tritone.pipelines.qwen3_omni.frame_graph import graph_frames
         from tritone.pipelines.qwen3_omni.positions import PromptPositions, positions_of
-        from tritone.pipelines.qwen3_omni.prompt_graph import PromptGraphs
         from tritone.pipelines.qwen3_omni.speech_inputs import SpeechInputs
 
         config = OmniConfig.read(placement.checkpoint)
@@ -188,6 +191,7 @@ class Talker(SlotEngine[_Session]):
                 one_bucket=options.batch_invariant,
             )
         self._launched: deque[_Launched] = deque()
+        self._told: dict[str, _Session] = {}  # whose tokens the next step projects, all in one pass
         self._counts["codec_frames"] = 0
         self._warm_up()
 
@@ -219,6 +223,7 @@ class Talker(SlotEngine[_Session]):
             self._take_in(known, inputs)
             if last:
                 known.text_ended = True
+                self._project()
                 self._make_rows(known)
                 if known.texts and not known.has_prompt:
                     raise TritoneError("the rows behind media tokens never came", "try again")
@@ -249,8 +254,21 @@ class Talker(SlotEngine[_Session]):
         missing = HEAD_TOKENS - len(session.head)
         session.head += tokens[:missing]
         if tokens[missing:]:
-            session.texts += self._inputs.texts(tokens[missing:]).unbind()
+            session.told += tokens[missing:]
+            self._told[session.id] = session
         self._make_rows(session)
+
+    def _project(self) -> None:
+        """Make the rows of all tokens that were told, by one pass: its launches cost more than its work."""
+        told = [s for s in self._told.values() if self._sessions.get(s.id) is s]
+        self._told.clear()
+        if not told:
+            return
+        rows = iter(self._inputs.spoken([token for session in told for token in session.told]))
+        for session in told:
+            session.texts += islice(rows, len(session.told))
+            session.told.clear()
+            self._make_rows(session)
 
     def _make_rows(self, session: _Session) -> None:
         """Make every input row whose parts have come; a session with its first rows waits for a slot."""
@@ -294,7 +312,7 @@ class Talker(SlotEngine[_Session]):
 
     @property
     def has_work(self) -> bool:
-        return super().has_work or bool(self._launched)
+        return super().has_work or bool(self._launched or self._told)
 
     def _rows(self, session: _Session, span: Span) -> Tensor:
         rows: Tensor = self._torch.stack([session.rows.popleft() for _ in range(span.count)])
@@ -305,6 +323,7 @@ class Talker(SlotEngine[_Session]):
         return []
 
     def _advance(self) -> list[Delta]:
+        self._project()
         self._read_prompts()
         due = [s for s in self._running.values() if s.has_prompt and s.pending == 1]
         if due:
@@ -406,13 +425,17 @@ class Talker(SlotEngine[_Session]):
 
     def _note_frame(self, session: _Session, frame: tuple[int, ...]) -> bool:
         """Whether the speech has run in a loop for too long."""
-        past = session.frames
-        for length in range(1, LONGEST_LOOP + 1):
-            again = len(past) >= length and past[-length] == frame
-            session.runs[length] = session.runs[length] + 1 if again else 0
-        session.frames = [*past, frame][-LONGEST_LOOP:]
+        past, runs = session.frames, session.runs
+        if frame in past:
+            for length in range(1, LONGEST_LOOP + 1):
+                again = len(past) >= length and past[-length] == frame
+                runs[length] = runs[length] + 1 if again else 0
+        elif any(runs):
+            runs[:] = [0] * len(runs)
+        past.append(frame)
+        del past[:-LONGEST_LOOP]
         most = self._options.max_looped_frames
-        return bool(most) and max(session.runs) >= most
+        return bool(most) and max(runs) >= most
 
     def _ended(self, session: _Session, reason: str, outputs: Values | None = None) -> Delta:
         delta = Delta(session.id, outputs or {}, reason, session.usage)

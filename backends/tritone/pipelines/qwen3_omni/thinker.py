@@ -9,17 +9,18 @@ How it reads a request, and what it tells the talker, is in thinking.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tritone.engines.base import Placement
+from tritone.engines.graph_text_engine import GraphOptions, GraphTextEngine
 from tritone.engines.memory import Ground, Term
-from tritone.engines.text_engine import TextEngine
 from tritone.engines.torch_setup import prepared_torch
 from tritone.pipelines.qwen3_omni.config import OmniConfig
 from tritone.pipelines.qwen3_omni.memory import thinker_terms
-from tritone.pipelines.qwen3_omni.thinking import GREETING, ThinkerOptions, ThinkerSession, Thinking
+from tritone.pipelines.qwen3_omni.thinking import GREETING, ThinkerSession, Thinking, ThinkingOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,12 @@ if TYPE_CHECKING:
     from tritone.networks.decoder import Span
 
 
-class Thinker(Thinking, TextEngine[ThinkerSession]):
+@dataclass(frozen=True)
+class ThinkerOptions(GraphOptions, ThinkingOptions):
+    """Those of every Thinker, and of steps on a GPU."""
+
+
+class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
     """Ports and settings: those of `Thinking`."""
 
     Options = ThinkerOptions
@@ -49,15 +55,17 @@ class Thinker(Thinking, TextEngine[ThinkerSession]):
         options.check_context(shape.max_positions)
         dtype = getattr(torch, options.dtype)
         weights = open_weights(placement, options.load_format, dtype)
+        graphs = self._has_graphs(placement, options)
         decoder = Decoder(
             shape,
             weights,
-            slots=options.max_slots,
+            slots=options.max_slots + graphs,
             context_tokens=options.max_context_tokens,
             device=placement.device,
             dtype=dtype,
             prefix="thinker.model.",
             head="thinker.lm_head.weight",
+            cleared=graphs,
         )
         tokenizer = ChatTokenizer(placement.checkpoint, processor.tokenizer.backend_tokenizer)
         super().__init__(options, decoder, tokenizer, options.prefix_cache)
@@ -65,7 +73,9 @@ class Thinker(Thinking, TextEngine[ThinkerSession]):
         self._positions_of = positions_of
         towers = Towers(config.thinker, weights, placement.device, dtype)
         reader = PromptReader(config, tokenizer, processor, towers, options.max_context_tokens)
-        self._think_with(options, config, tokenizer, reader)
+        self._think_with(options, config, tokenizer, reader, placement.stream)
+        if graphs:
+            self._capture(options)
         self._greet(GREETING)
 
     @classmethod
@@ -114,6 +124,20 @@ class Thinker(Thinking, TextEngine[ThinkerSession]):
             assert passed.tapped is not None
             session.heard_rows.append(passed.tapped[places].float().cpu().numpy())
         return passed.hidden
+
+    def _is_text(self, session: ThinkerSession, span: Span) -> bool:
+        media = self._prompt_of(session).media
+        if media is None:
+            return True
+        low, high = np.searchsorted(media.index, (span.start, span.end))
+        return bool(low == high)
+
+    def _positions(self, session: ThinkerSession, span: Span) -> Tensor | None:
+        return self._positions_of([self._prompt_of(session).positions], [span])
+
+    def _position(self, session: ThinkerSession, place: int) -> float | None:
+        positions = self._prompt_of(session).positions
+        return None if positions is None else positions.of(place)
 
     def _rows(self, session: ThinkerSession, span: Span) -> Tensor:
         return super()._rows(session, span).clone()

@@ -25,9 +25,10 @@ import numpy as np
 from msgspec import Meta
 
 from tritone.engines.base import Delta, Value, Values
+from tritone.engines.graph_text_engine import GraphTextSession
 from tritone.engines.memory import LoadFormat
 from tritone.engines.slot_engine import SlotOptions
-from tritone.engines.text_writer import TextSession, TextWriter
+from tritone.engines.text_writer import TextWriter
 from tritone.errors import Cancelled, InvalidRequest, TritoneError
 from tritone.pipelines.qwen3_omni.attachments import Attachments, decode
 from tritone.pipelines.qwen3_omni.config import OmniConfig
@@ -35,6 +36,7 @@ from tritone.ports import Array
 from tritone.vision import VideoLimits
 
 if TYPE_CHECKING:
+    from tritone.engines.stage_stream import StageStream
     from tritone.engines.text import ChatTokenizer
     from tritone.pipelines.qwen3_omni.prompt import Prompt, PromptReader
 
@@ -45,7 +47,7 @@ GREETING = {"messages": '[{"role": "user", "content": [{"type": "text", "text": 
 
 
 @dataclass(frozen=True)
-class ThinkerOptions(SlotOptions):
+class ThinkingOptions(SlotOptions):
     load_format: LoadFormat = "auto"  # dummy: random weights in the shapes of config.json, to measure with
     system_prompt: str = ""  # for conversations without a system message
     prefix_cache: bool = True  # start a prompt from what the cache remembers of one with the same beginning
@@ -63,7 +65,7 @@ class ThinkerOptions(SlotOptions):
 
 
 @dataclass(eq=False, kw_only=True)
-class ThinkerSession(TextSession):
+class ThinkerSession(GraphTextSession):
     speaks: bool
     prompt: Prompt | None = None  # None until it is read
     reading: Future[None] | None = None  # the work on the media of the prompt
@@ -84,15 +86,17 @@ class Thinking(TextWriter[ThinkerSession]):
 
     def _think_with(
         self,
-        options: ThinkerOptions,
+        options: ThinkingOptions,
         config: OmniConfig,
         tokenizer: ChatTokenizer,
         reader: PromptReader,
+        stream: StageStream,
     ) -> None:
-        """To be called once, before the first session."""
+        """To be called once, before the first session. stream: for all threads of the stage."""
         self._write_with(tokenizer)
         self._options, self._config, self._reader = options, config, reader
-        self._media_threads = ThreadPoolExecutor(MEDIA_THREADS, "media")
+        # In the stream of the loop's thread, which goes on with what the towers make: see stage_stream.py.
+        self._media_threads = ThreadPoolExecutor(MEDIA_THREADS, "media", stream.enter)
         self._reader_lock = threading.Lock()  # its tokenizer and its towers serve one prompt at a time
         self._read_prompts: queue.SimpleQueue[tuple[ThinkerSession, Prompt | TritoneError]] = (
             queue.SimpleQueue()

@@ -25,7 +25,7 @@ from tritone.engines.vllm.row_memory import RowMemory
 from tritone.engines.vllm.text_engine import VllmTextEngine
 from tritone.pipelines.qwen3_omni.config import OmniConfig
 from tritone.pipelines.qwen3_omni.memory import vllm_thinker_terms
-from tritone.pipelines.qwen3_omni.thinking import GREETING, ThinkerOptions, ThinkerSession, Thinking
+from tritone.pipelines.qwen3_omni.thinking import GREETING, ThinkerSession, Thinking, ThinkingOptions
 from tritone.ports import Array
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class VllmThinkerOptions(ThinkerOptions):
-    """Those of the torch Thinker, and vLLM's."""
+class VllmThinkerOptions(ThinkingOptions):
+    """Those of every Thinker, and vLLM's."""
 
     prefill_chunk_tokens: int = 2048  # prompt tokens a step, beside the tokens that are drawn
     remembered_bytes: Annotated[int, Meta(ge=0)] = 256 << 20  # of media's hidden states, for the next turn
@@ -49,6 +49,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
 
     Options = VllmThinkerOptions
     spans_gpus = True
+    leaves_default_stream = True
 
     def __init__(self, placement: Placement, options: VllmThinkerOptions) -> None:
         super().__init__(options)
@@ -81,6 +82,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
                 options.load_format,
                 engine_args,
                 model,
+                placement.stream,
             )
         )
         processor = load_processor(placement.checkpoint)
@@ -89,7 +91,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
         weights = open_weights(replace(placement, device=device), options.load_format, dtype)
         towers = Towers(config.thinker, weights, device, dtype)
         reader = PromptReader(config, tokenizer, processor, towers, options.max_context_tokens)
-        self._think_with(options, config, tokenizer, reader)
+        self._think_with(options, config, tokenizer, reader, placement.stream)
         self._greet(GREETING)
 
     @classmethod

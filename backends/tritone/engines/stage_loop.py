@@ -1,22 +1,16 @@
-"""The threads of an engine process that own an engine each: mailbox in, messages out.
+"""The loop of a stage whose engine batches: mailbox in, messages out.
 
-    mailbox ─► drain ─► step ─► deliver: chunks to the connector, pieces and the end to the inbox
-       ▲
-       └─ a task a call of a door, and a task whenever the connector has something for a session
-
-Only `post` and `stats` are called from other threads.
+mailbox ─► drain ─► step ─► deliver: chunks to the connector, pieces and the end to the inbox
+   ▲
+   └─ a task a call of a door, and a task whenever the connector has something for a session
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import queue
-import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,113 +18,21 @@ import numpy as np
 
 from tritone import wire
 from tritone.connectors.base import Connector, Delivery, Key
-from tritone.engines.base import BatchEngine, Chunk, Delta, Engine, Value, Values
+from tritone.engines.base import Delta, Engine, Value
+from tritone.engines.loop import Answer, Loop
+from tritone.engines.peers import Peers
 from tritone.engines.seat import NO_USAGE, Seat
+from tritone.engines.stage_stream import StageStream
 from tritone.errors import Cancelled, EngineLost, TritoneError, Unavailable
 from tritone.tracing import Tracer
 
 log = logging.getLogger("tritone.engine")
 
-IDLE_WAIT_S = 1.0  # how often an idle loop looks at leases
 MAX_FAILED_STEPS = 3  # in a row; then the engine's state is given up, and its door starts a new process
-GIVEN_UP_STATUS = 70  # exit status of such a process
-
-Answer = Callable[[wire.AnyMessage], None]
 
 
 def _turn_once() -> None:
     """A task that does nothing but end the wait for tasks."""
-
-
-class Peers:
-    """Channels to the inboxes of orchestrators, by address, opened when first needed. Thread-safe."""
-
-    def __init__(self, own_address: str, on_lost: Callable[[str], None]) -> None:
-        self.own_address = own_address
-        self._on_lost = on_lost  # called with the address of a peer that went away
-        self._channels: dict[str, wire.Channel] = {}
-        self._lock = threading.Lock()
-
-    def ensure(self, address: str) -> wire.Channel:
-        """Raises Disconnected when nobody serves `address`."""
-        with self._lock:
-            channel = self._channels.get(address)
-            if channel is None:
-                channel = wire.connect(address)
-                channel.send(wire.Hello(self.own_address))
-                self._channels[address] = channel
-                threading.Thread(
-                    target=self._watch, args=(address, channel), daemon=True, name="peer"
-                ).start()
-            return channel
-
-    def send(self, address: str, message: wire.AnyMessage) -> None:
-        self.ensure(address).send(message)
-
-    def _watch(self, address: str, channel: wire.Channel) -> None:
-        with contextlib.suppress(wire.Disconnected):
-            while True:
-                channel.receive()  # an inbox says nothing; this waits for its end
-        with self._lock:
-            if self._channels.get(address) is channel:
-                del self._channels[address]
-        channel.close()
-        self._on_lost(address)
-
-
-class Loop(ABC):
-    """One stage's thread: turns until the process ends."""
-
-    def __init__(self, model: str, lease_s: float, tracer: Tracer | None = None) -> None:
-        """model: Triton model name. lease_s: a session that waits longer for input is dropped."""
-        self.model = model
-        self._tracer = tracer or Tracer()
-        self._lease_s = lease_s
-        self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._beat_s = time.monotonic()
-        self._stats: dict[str, Any] = {"active": 0}
-        self._num_batches = self._num_batched = 0  # steps that gave something, and the shares in them
-
-    def post(self, task: Callable[[], None]) -> None:
-        """Have `task` called on the loop's thread."""
-        self._mailbox.put(task)
-
-    def stats(self) -> dict[str, Any]:
-        """The figures of the last turn, and its age."""
-        counts = {"batches": self._num_batches, "batched": self._num_batched}
-        return {**self._stats, **counts, "beat_age_s": time.monotonic() - self._beat_s}
-
-    def run(self) -> None:
-        """A loop that ends would leave a process that looks alive: end that, the door starts a new one."""
-        self._beat_s = time.monotonic()  # it was made before other stages of the process were loaded
-        try:
-            while True:
-                self._turn()
-        except BaseException:
-            log.exception("stage %s: the loop ended", self.model)
-            self._tracer.close()
-            os._exit(GIVEN_UP_STATUS)
-
-    def _drain(self, block: bool) -> None:
-        """Do what the mailbox holds; wait for something first if `block`."""
-        with contextlib.suppress(queue.Empty):
-            task = self._mailbox.get(block=block, timeout=IDLE_WAIT_S)
-            while True:
-                task()
-                self._beat_s = time.monotonic()  # each of many tasks may take long
-                task = self._mailbox.get_nowait()
-
-    @abstractmethod
-    def _turn(self) -> None:
-        """One turn; sets `_beat_s` and `_stats`."""
-
-    @abstractmethod
-    def cancel(self, session: str) -> None:
-        """Forget a session. Unknown session: ignored."""
-
-    @abstractmethod
-    def peer_lost(self, address: str) -> None:
-        """The orchestrator at this address went away."""
 
 
 class StageLoop(Loop):
@@ -144,8 +46,9 @@ class StageLoop(Loop):
         connector: Connector,
         lease_s: float,
         tracer: Tracer | None = None,
+        stream: StageStream | None = None,
     ) -> None:
-        super().__init__(model, lease_s, tracer)
+        super().__init__(model, lease_s, tracer, stream)
         self.connector = connector
         connector.attach(
             arrived=lambda session: self.post(partial(self.take, session)),
@@ -161,6 +64,7 @@ class StageLoop(Loop):
         # this process, and with the one after it.
         self._undelivered: dict[str, Seat] = {}
         self._failed_steps = 0
+        self._outbox: dict[str, list[wire.Piece]] = {}  # by inbox: what goes out with the step's other pieces
 
     def stats(self) -> dict[str, Any]:
         return {**super().stats(), "sessions": len(self._seats), **self.connector.stats()}
@@ -341,10 +245,23 @@ class StageLoop(Loop):
                 self.cancel(delta.session)
             except TritoneError as error:  # the connector takes no more of this session
                 self._deliver([Delta(delta.session, error=error)])
+        for address in list(self._outbox):
+            self._flush(address)
+
+    def _flush(self, address: str) -> None:
+        """Send what waits for an inbox: one packet, whatever the number of sessions."""
+        pieces = self._outbox.pop(address, [])
+        if pieces:
+            try:
+                self._peers.send(address, wire.Pieces(pieces) if len(pieces) > 1 else pieces[0])
+            except wire.Disconnected:  # the orchestrator is gone
+                for session in dict.fromkeys(piece.session for piece in pieces):
+                    self.cancel(session)
 
     def _send(self, delta: Delta, seat: Seat) -> None:
         if delta.error is not None:
             self.cancel(delta.session, delta.error.code)
+            self._flush(seat.inbox)
             self._peers.send(seat.inbox, self._failed(delta.session, delta.error))
             return
         now = time.monotonic()
@@ -365,13 +282,14 @@ class StageLoop(Loop):
                 self.connector.put(route.address, key, values, last)
             else:
                 piece = wire.Piece(delta.session, self.model, "", number, values, last)
-                self._peers.send(route.address, piece)
+                self._outbox.setdefault(route.address, []).append(piece)
         if last:
             self._leave(delta.session, usage=delta.usage)
             self.connector.ignore(delta.session)
             is_delivered = self.connector.is_delivered(delta.session)
             if not is_delivered:
                 self._undelivered[delta.session] = seat
+            self._flush(seat.inbox)
             self._peers.send(seat.inbox, self._finished(delta, seat, now, is_delivered))
 
     def _finished(self, delta: Delta, seat: Seat, now: float, is_delivered: bool) -> wire.Finished:
@@ -398,80 +316,3 @@ class StageLoop(Loop):
         return TritoneError(
             f"stage {self.model} failed: {error}", "try again; the server log has the details"
         )
-
-
-class BatchLoop(Loop):
-    """The loop of a stage that Triton batches."""
-
-    def __init__(self, model: str, engine: BatchEngine, lease_s: float, tracer: Tracer | None = None) -> None:
-        super().__init__(model, lease_s, tracer)
-        self._engine = engine
-        self._touched_s: dict[str, float] = {}  # by stream: time.monotonic() of its last chunk
-
-    def stats(self) -> dict[str, Any]:
-        return {**super().stats(), "chunks": self._num_batched}
-
-    def _turn(self) -> None:
-        self._drain(block=True)
-        self._beat_s = time.monotonic()
-        for session, touched_s in list(self._touched_s.items()):
-            if self._beat_s - touched_s > self._lease_s:
-                self.cancel(session)
-        self._stats = dict(self._engine.stats())
-
-    def batch(self, message: wire.Run, answer: Answer) -> None:
-        # A process that came in the place of another has none of its streams.
-        lost = {c.session for c in message.chunks if not c.start and c.session not in self._touched_s}
-        given = [chunk for chunk in message.chunks if chunk.session not in lost]
-        chunks = [Chunk(c.session, c.inputs, c.start, c.end, c.settings) for c in given]
-        self._beat_s = time.monotonic()
-        self._touched_s.update((chunk.session, self._beat_s) for chunk in chunks)
-        self._num_batches += 1
-        self._num_batched += len(chunks)
-        began_s = time.monotonic()
-        try:
-            results = self._engine.run(chunks) if chunks else []
-        except Exception as error:
-            log.exception("stage %s: batch failed", self.model)
-            busy = (began_s, time.monotonic())
-            for chunk in chunks:
-                self.cancel(chunk.session)
-            answer(
-                wire.Refused(
-                    message.call, "INTERNAL", f"stage {self.model} failed: {error}", "see the server log"
-                )
-            )
-            self._record(given, busy, [TritoneError.code] * len(chunks))
-            return
-        for chunk, result in zip(chunks, results, strict=True):
-            if chunk.end or isinstance(result, TritoneError):
-                self.cancel(chunk.session)
-        self._stats = dict(self._engine.stats())
-        busy = (began_s, time.monotonic())
-        codes = [result.code if isinstance(result, TritoneError) else "" for result in results]
-        told = dict(zip((chunk.session for chunk in chunks), results, strict=True))
-        gone = EngineLost(f"the engine of stage {self.model} died under the request", "try again")
-        results = [told.get(chunk.session, gone) for chunk in message.chunks]
-        answer(wire.Ran(message.call, [_stream_result(result, busy, len(chunks)) for result in results]))
-        self._record(given, busy, codes)
-
-    def _record(self, chunks: list[wire.StreamChunk], busy: tuple[float, float], codes: list[str]) -> None:
-        """A span for each chunk of a batch that has been computed."""
-        began_s, ended_s = busy
-        for chunk, code in zip(chunks, codes, strict=True):
-            if chunk.trace:
-                span = self._tracer.child(f"compute {self.model}", chunk.trace, began_s=began_s)
-                span.end(ended_s, code, {"tritone.batch": len(chunks)})
-
-    def cancel(self, session: str) -> None:
-        if self._touched_s.pop(session, None) is not None:
-            self._engine.abort(session)
-
-    def peer_lost(self, address: str) -> None:
-        """Nothing is sent from here; streams end by their END chunk, a cancel or the lease."""
-
-
-def _stream_result(result: Values | TritoneError, busy: tuple[float, float], batch: int) -> wire.StreamResult:
-    if isinstance(result, TritoneError):
-        return wire.StreamResult({}, result.code, result.what, result.cure)
-    return wire.StreamResult(dict(result), busy=busy, batch=batch)

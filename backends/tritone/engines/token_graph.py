@@ -1,0 +1,193 @@
+"""The next token of each of some slots as a CUDA graph: one launch a step, a graph for each of some sizes.
+
+    rows ─► pinned ─► TokenBuffers ─► graph of the smallest bucket that holds them ─► logits, likeliest
+                           ▲                                                               │
+                           └── token, kept by slot ◄── TokenDraw, for those who ask ◄──────┴─► pinned ─► host
+
+A captured step is a program: a function of how many rows it has, over buffers at fixed addresses. Rows beyond
+those that were asked for work in a spare slot. What is drawn stays on the device as the next row of its slot,
+so that a step can be launched before the host knows the tokens of the one before: two sets of pinned buffers
+are enough. Greedy rows are done with the graph; what others ask for is launched behind it, for them alone.
+
+`PlainTokens` is the program in plain torch: what the one in kernels (token_kernels.py) is held to.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritone.engines.cuda_graphs import CudaGraphs, buckets_up_to
+from tritone.engines.token_buffers import OUT_OF_REACH, TokenBuffers, TokenRow, pack, pack_spare
+from tritone.engines.token_draw import PlainNoise, TokenDraw
+from tritone.networks.decoder import Decoder
+from tritone.networks.transfer import on_device
+
+Program = Callable[[int], None]
+
+
+class PlainTokens:
+    """A step in plain torch, for the first rows of the buffers."""
+
+    def __init__(self, buffers: TokenBuffers, decoder: Decoder) -> None:
+        """decoder: with a cleared cache of one slot more than sessions use."""
+        self._buffers, self._decoder = buffers, decoder
+
+    @torch.inference_mode()
+    def __call__(self, rows: int) -> None:
+        buffers, decoder, some = self._buffers, self._decoder, slice(0, rows)
+        places, positions = buffers.column("place", some).long(), buffers.column("position", some)
+        if not decoder.rotary.is_plain:
+            positions = positions.expand(3, -1)
+        hidden = decoder.step(
+            decoder.embed(buffers.inputs(some)),
+            buffers.slots(some),
+            places.unsqueeze(1),
+            places + 1,
+            positions,
+        )
+        buffers.logits[some] = decoder.logits(hidden).float()
+        buffers.settle_likeliest(some)
+
+
+class Drawn(NamedTuple):
+    """A token that has come."""
+
+    token: int  # or NOT_A_NUMBER
+    is_other: bool  # than what the device has taken for the slot's next row
+
+
+class TokenFlight:
+    """Tokens that the device is drawing."""
+
+    def __init__(
+        self,
+        staging: _Staging,
+        rows: Sequence[TokenRow],
+        order: Sequence[int],
+        draw: TokenDraw,
+        scores: Tensor | None,
+    ) -> None:
+        """rows: as they stand in the buffers; order: their places in what was asked for."""
+        self._staging, self._rows, self._order = staging, rows, order
+        self._draw, self._scores = draw, scores
+        if staging.done is not None:
+            staging.done.record()
+
+    def tokens(self) -> list[Drawn]:
+        """Of each row as they were asked for; waited for."""
+        if self._staging.done is not None:
+            self._staging.done.synchronize()
+        tokens: list[int] = self._staging.ids[: len(self._rows)].tolist()
+        drawn = [Drawn(0, False)] * len(self._rows)
+        for number, (token, place) in enumerate(zip(tokens, self._order, strict=True)):
+            is_other = token == OUT_OF_REACH
+            if is_other:
+                assert self._scores is not None
+                token = self._draw.redraw(self._rows[number], self._scores[number])
+            drawn[place] = Drawn(token, is_other)
+        return drawn
+
+
+class TokenGraphs:
+    """Launches a captured program, and the draws behind it; on a CPU, which has no graphs, calls them."""
+
+    def __init__(
+        self,
+        program: Program,
+        buffers: TokenBuffers,
+        draw: TokenDraw,
+        *,
+        slots: int,
+        one_bucket: bool = False,
+    ) -> None:
+        """Capture the program for every bucket. slots: of sessions; the buffers have one more.
+
+        one_bucket: the largest alone, so that the kernels, and with them the rounding, are always the same.
+        """
+        self._program = program  # holds the weights, of which a graph knows no more than the addresses
+        self._buffers, self._draw = buffers, draw
+        self._buckets = buckets_up_to(slots)[-1 if one_bucket else 0 :]
+        self._staging = [_Staging.beside(buffers) for _ in range(2)]
+        self._spare = pack_spare(len(buffers.packed), slots)
+        # The largest first: the others then live in the memory that it has taken.
+        captured = CudaGraphs(buffers.packed.device)
+        self._replays = {rows: captured(partial(program, rows)) for rows in reversed(self._buckets)}
+
+    @torch.inference_mode()
+    def begin(self, slot: int, tokens: Sequence[int]) -> None:
+        """The sequence of a slot, so far, is what a penalty holds for."""
+        seen = self._buffers.seen[slot]
+        seen.zero_()
+        seen[on_device(tokens, torch.int64, seen.device)] = seen.new_ones(len(tokens))
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[TokenRow]) -> TokenFlight:
+        """Begin a token for each row, of different slots, whose earlier rows are in the cache.
+
+        Of two flights the first must have landed before a third is launched.
+        """
+        order = sorted(range(len(rows)), key=lambda place: self._draw.width(rows[place]))
+        rows = [rows[place] for place in order]
+        count = len(rows)
+        bucket = next(size for size in self._buckets if size >= count)
+        self._staging.reverse()
+        staging, buffers = self._staging[0], self._buffers
+        packed = staging.packed.numpy()
+        pack(rows, buffers.logits.shape[1], packed)
+        packed[count:bucket] = self._spare[count:bucket]
+        buffers.packed[:bucket].copy_(staging.packed[:bucket], non_blocking=True)
+        self._replays[bucket]()
+        scores = self._draw(rows)
+        staging.ids[:count].copy_(buffers.ids[:count], non_blocking=True)
+        return TokenFlight(staging, rows, order, self._draw, scores)
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """Pinned memory beside the buffers, for a step at a time."""
+
+    packed: Tensor
+    ids: Tensor
+    done: Any  # CUDA event behind the copy of the ids; None on a CPU
+
+    @classmethod
+    def beside(cls, buffers: TokenBuffers) -> _Staging:
+        is_cuda = buffers.packed.device.type == "cuda"
+        packed, ids = (
+            torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=is_cuda)
+            for buffer in (buffers.packed, buffers.ids)
+        )
+        return cls(packed, ids, torch.cuda.Event() if is_cuda else None)  # type: ignore[no-untyped-call]
+
+
+def token_graphs(
+    decoder: Decoder, ends: Sequence[int], *, slots: int, kernels: bool, one_bucket: bool
+) -> TokenGraphs:
+    """Steps of `slots` sessions through a decoder that has one slot more, and a cleared cache.
+
+    ends: token ids that end an answer. kernels: not in plain torch, where there are kernels for what the
+    decoder computes.
+    """
+    buffers = TokenBuffers.of(buckets_up_to(slots)[-1], slots, decoder.config.vocab_size, decoder.device)
+    program, draw = _program_and_draw(buffers, decoder, ends, kernels)
+    return TokenGraphs(program, buffers, draw, slots=slots, one_bucket=one_bucket)
+
+
+def _program_and_draw(
+    buffers: TokenBuffers, decoder: Decoder, ends: Sequence[int], kernels: bool
+) -> tuple[Program, TokenDraw]:
+    if not kernels or not importlib.util.find_spec("triton"):
+        return PlainTokens(buffers, decoder), TokenDraw(buffers, ends, PlainNoise())
+    from tritone.engines.token_kernels import KernelTokens
+    from tritone.kernels.layers import can_run
+    from tritone.kernels.noise import KernelNoise
+
+    program = (KernelTokens if can_run(decoder.config) else PlainTokens)(buffers, decoder)
+    return program, TokenDraw(buffers, ends, KernelNoise())

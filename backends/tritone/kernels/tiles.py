@@ -1,0 +1,101 @@
+"""How large a piece of a product one program of a kernel computes.
+
+    kind, rows, inner, outer ─► MEASURED, by shape ─► else the rule for all shapes ─► Tile
+
+Chosen by size alone, so that nothing is tuned at start and a row's rounding never depends on the machine's
+mood. The rules are what was fastest for a decoder of 1,024 columns with experts of 384 on an H200.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which takes its time for every program
+MOST_ROWS = 64  # of a tile of gemm
+MOST_SPLITS = 4
+
+Kind: TypeAlias = Literal["gemv", "gemm", "gemm_parts", "experts_up", "experts_down"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    width: int  # columns of y
+    depth: int  # of x and the weight at a time
+    warps: int
+    stages: int = 1
+    split: int = 1  # sums that are left to be added up
+
+
+class Shape(NamedTuple):
+    """Of a product, the rows rounded up to those that a tile holds."""
+
+    kind: Kind
+    height: int
+    inner: int  # columns of x
+    outer: int  # columns of y
+
+
+MEASURED: dict[Shape, Tile] = {}
+"""Where another tile than the rule's was faster: `client/bench/gpu/thinker_step.py --tiles` finds them."""
+
+
+def tile_of(kind: Kind, rows: int, inner: int, outer: int) -> Tile:
+    """For y [rows, outer] of x [rows, inner]; outer: without the gates of a GLU."""
+    shape = Shape(kind, height(kind, rows), inner, outer)
+    return MEASURED.get(shape) or _RULES[kind](shape)
+
+
+def height(kind: Kind, rows: int) -> int:
+    """Rows of a tile."""
+    if kind == "gemv":
+        return rows
+    whole = max(16, _power_of_two(rows))
+    return whole if kind in ("experts_up", "experts_down") else min(MOST_ROWS, whole)
+
+
+def _gemv(shape: Shape) -> Tile:
+    if INTERPRETED:
+        return Tile(1024, shape.inner, 4)
+    return Tile(4, shape.inner, 4 if shape.inner <= 2048 else 8)
+
+
+def _gemm(shape: Shape) -> Tile:
+    if INTERPRETED:
+        return Tile(1024, _depth(shape), 4)
+    return Tile(32 if shape.outer <= 8192 else 64, _depth(shape), 4, 4)
+
+
+def _gemm_parts(shape: Shape) -> Tile:
+    if INTERPRETED:
+        return Tile(1024, _depth(shape), 4, split=2)
+    # Enough programs to ask for the whole bandwidth of some 130 multiprocessors.
+    split = MOST_SPLITS if shape.inner >= 2048 else 2 if shape.inner >= 512 else 1
+    return Tile(32, _depth(shape), 4, 4, split)
+
+
+def _experts_up(shape: Shape) -> Tile:
+    return Tile(64, _depth(shape), 4, 3) if shape.height > 32 else Tile(32, _depth(shape), 4, 4)
+
+
+def _experts_down(shape: Shape) -> Tile:
+    return Tile(64, _depth(shape), 4, 4) if shape.height > 32 else Tile(32, _depth(shape), 4, 4)
+
+
+_RULES = {
+    "gemv": _gemv,
+    "gemm": _gemm,
+    "gemm_parts": _gemm_parts,
+    "experts_up": _experts_up,
+    "experts_down": _experts_down,
+}
+
+
+def _depth(shape: Shape) -> int:
+    return min(128, _power_of_two(shape.inner))
+
+
+def _power_of_two(number: int) -> int:
+    """The next one that is not smaller."""
+    return 1 << (number - 1).bit_length()

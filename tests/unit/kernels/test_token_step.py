@@ -1,0 +1,183 @@
+"""A step of tokens in kernels is the one in plain torch; on a GPU, as CUDA graphs too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tritone.engines.token_buffers import TokenBuffers, TokenRow
+from tritone.engines.token_draw import TokenDraw
+from tritone.engines.token_graph import PlainTokens, TokenGraphs
+from tritone.engines.token_kernels import KernelTokens
+from tritone.kernels.layers import can_run
+from tritone.kernels.noise import KernelNoise
+from tritone.networks.decoder import Decoder, DecoderConfig, Span
+from tritone.networks.experts import ExpertsConfig
+from tritone.sampling import Sampling
+
+VOCABULARY, SLOTS, CONTEXT = 150, 7, 40
+FILLED = [5, 0, 17, 38, 1, 9, 30]  # rows of each slot; the next one stands behind them
+CONFIG = DecoderConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    norm_eps=1e-6,
+    rope={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    max_positions=512,
+    tied_head=False,
+    qkv_bias=False,
+    output_bias=False,
+    qk_norm=True,
+    experts=ExpertsConfig(32, 16, 2, 24, renormalise=True, shared_intermediate=0),
+    dense_layers=frozenset({1}),
+)
+
+
+class _Weights:
+    """Of any name, by the shape that a decoder of CONFIG wants."""
+
+    def __contains__(self, name: str) -> bool:
+        return "shared" not in name
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        random = torch.Generator().manual_seed(sum(name.encode()))
+        kind = name.removesuffix(".weight").rpartition(".")[2]
+        width, inner, expert = CONFIG.hidden_size, CONFIG.intermediate_size, 24
+        heads = {"q_proj": 4, "k_proj": 2, "v_proj": 2}
+        if kind in ("gate_up_proj", "down_proj") and "experts" in name:
+            shape = (16, 2 * expert, width) if kind == "gate_up_proj" else (16, width, expert)
+        elif kind in heads:
+            shape = (heads[kind] * 16, width)
+        else:
+            shape = {
+                "o_proj": (width, 64),
+                "gate": (16, width),
+                "gate_proj": (inner, width),
+                "up_proj": (inner, width),
+                "down_proj": (width, inner),
+                "embed_tokens": (VOCABULARY, width),
+                "lm_head": (VOCABULARY, width),
+                "q_norm": (16,),
+                "k_norm": (16,),
+            }.get(kind, (width,))
+        made = torch.randn(shape, generator=random)
+        return 1 + 0.1 * made if len(shape) == 1 else made * shape[-1] ** -0.5
+
+
+@pytest.fixture
+def decoder(device):
+    """With rows in its slots."""
+    made = Decoder(
+        CONFIG,
+        _Weights(),
+        slots=SLOTS + 1,
+        context_tokens=CONTEXT,
+        device=str(device),
+        cleared=True,
+    )
+    spans = [Span(slot, 0, filled) for slot, filled in enumerate(FILLED) if filled]
+    made.forward(made.embed([7 * i % VOCABULARY for i in range(sum(FILLED))]), spans)
+    return made
+
+
+def asked(count, **sampling):
+    return [
+        TokenRow(
+            slot, FILLED[slot], FILLED[slot] + 0.5 * slot, 3 + slot, Sampling(**sampling), 50 + slot, False
+        )
+        for slot in range(count)
+    ]
+
+
+def graphs(decoder, kind, one_bucket=True, slots=SLOTS):
+    buffers = TokenBuffers.of(8, SLOTS, VOCABULARY, decoder.device)
+    draw = TokenDraw(buffers, (), KernelNoise())
+    made = TokenGraphs(kind(buffers, decoder), buffers, draw, slots=slots, one_bucket=one_bucket)
+    return made, buffers
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+def test_kernels_compute_what_plain_torch_computes(decoder, rows):
+    before = decoder.cache.clone()
+    results = []
+    for kind in (PlainTokens, KernelTokens):
+        with torch.inference_mode():
+            decoder.cache.copy_(before)
+        steps, buffers = graphs(decoder, kind, slots=rows)  # the next slot is the spare one
+        with torch.inference_mode():
+            decoder.cache.copy_(before)
+        drawn = steps.launch(asked(rows)).tokens()
+        logits, cache = buffers.logits[:rows].clone(), decoder.cache[:, :, :rows].clone()
+        # The next row is the token that was drawn: the host says nothing of it.
+        again = [dataclasses.replace(row, place=row.place + 1, token=None) for row in asked(rows)]
+        steps.launch([row for row in again if row.place < CONTEXT])
+        results.append(([token for token, _ in drawn], logits, cache, buffers.logits[:1].clone()))
+    (tokens, logits, cache, following), (mine, my_logits, my_cache, my_following) = results
+    torch.testing.assert_close(my_logits, logits, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(my_cache, cache, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(my_following, following, atol=5e-5, rtol=5e-5)
+    assert mine == tokens == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}], ids=str)
+def test_they_draw_the_same_tokens(decoder, sampling):
+    before = decoder.cache.clone()
+    drawn = []
+    for kind in (PlainTokens, KernelTokens):
+        steps, _ = graphs(decoder, kind)
+        with torch.inference_mode():
+            decoder.cache.copy_(before)
+        drawn.append(steps.launch(asked(7, **sampling, seed=5)).tokens())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_row_that_only_fills_a_bucket_touches_no_slot(decoder):
+    steps, _ = graphs(decoder, KernelTokens)
+    before = decoder.cache.clone()
+    steps.launch(asked(5)).tokens()
+    for slot in (5, 6):
+        assert torch.equal(decoder.cache[:, :, slot], before[:, :, slot])
+
+
+def test_kernels_compute_no_decoder_with_biases_or_without_norms_of_heads():
+    assert can_run(CONFIG)
+    for change in (
+        {"qkv_bias": True},
+        {"output_bias": True},
+        {"qk_norm": False},
+        {"head_dim": 24},
+        {"head_dim": 8},
+    ):
+        assert not can_run(dataclasses.replace(CONFIG, **change))
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU")
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("kind", [PlainTokens, KernelTokens])
+def test_a_replay_is_a_call_bit_by_bit_on_fresh_inputs(decoder, kind):
+    steps, buffers = graphs(decoder, kind, one_bucket=False)
+    for rows in (1, 2, 3, 7):
+        before = decoder.cache.clone()
+        launched = [
+            dataclasses.replace(row, token=(31 * rows + row.slot) % VOCABULARY) for row in asked(rows)
+        ]
+        steps.launch(launched).tokens()
+        replayed = (
+            buffers.logits[:rows].clone(),
+            decoder.cache[:, :, :rows].clone(),
+            buffers.ids[:rows].clone(),
+        )
+        with torch.inference_mode():
+            decoder.cache.copy_(before)
+        steps._program(next(size for size in steps._buckets if size >= rows))
+        called = (buffers.logits[:rows], decoder.cache[:, :, :rows], buffers.ids[:rows])
+        assert all(torch.equal(one, other) for one, other in zip(replayed, called, strict=True))

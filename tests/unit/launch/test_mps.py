@@ -1,0 +1,154 @@
+"""MPS for a run, with a stand-in for NVIDIA's program: started, told to engines, ended, and swept up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from fake_machine import write_deploy, write_file
+
+from tritone import deploy as deploys
+from tritone import guard, mps, serve
+from tritone.engine_process import EngineSpec
+from tritone.errors import ConfigError
+from tritone.guard import Run
+
+# `-d` leaves a daemon behind and notes how it was started; without it, it takes an order from standard input.
+PROGRAM = """#!/bin/sh
+pipe=$CUDA_MPS_PIPE_DIRECTORY
+case "$1" in
+-d)
+    if [ "$MPS_FAULT" ]; then echo "An instance of this daemon"; echo "is already running"; exit 1; fi
+    echo "$CUDA_MPS_LOG_DIRECTORY ${CUDA_VISIBLE_DEVICES-all} $CUDA_DEVICE_ORDER" > "$pipe/started"
+    "$0" daemon &
+    echo $! > "$pipe/pid"
+    ;;
+daemon)
+    if [ "$MPS_STUBBORN" ]; then trap '' TERM; fi
+    echo > "$pipe/up"
+    for _ in $(seq 60); do sleep 1; done
+    ;;
+*)
+    cat >> "$pipe/orders"
+    kill "$(cat "$pipe/pid")"
+    ;;
+esac
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = write_file(tmp_path / "bin" / guard.MPS_PROGRAM, PROGRAM.encode(), executable=True)
+    monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(guard, "LEAVE_S", 1.0)
+    return file
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def daemon_pid(run: Path) -> int:
+    return int((run / "mps" / "pipe" / "pid").read_text())
+
+
+def wait_for(file: Path) -> None:
+    end_s = time.monotonic() + 15
+    while not file.exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def wait_gone(pid: int) -> None:
+    end_s = time.monotonic() + 15
+    while guard.is_running(pid):
+        assert time.monotonic() < end_s, "the daemon lives on"
+        time.sleep(0.02)
+
+
+def test_a_private_daemon_lives_as_long_as_its_run(
+    program: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with mps.daemon(run) as environ:
+        pid = daemon_pid(run)
+        assert guard.is_running(pid)
+        log = str(run / "mps" / "log")
+        assert environ == {
+            "CUDA_MPS_PIPE_DIRECTORY": str(run / "mps" / "pipe"),
+            "CUDA_MPS_LOG_DIRECTORY": log,
+        }
+        started = (run / "mps" / "pipe" / "started").read_text()
+        assert started == f"{log} all PCI_BUS_ID\n", "engines name GPUs as nvidia-smi counts them"
+    wait_gone(pid)
+    assert (run / "mps" / "pipe" / "orders").read_text() == "quit\n"
+
+
+def test_one_that_does_not_heed_is_killed(program: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPS_STUBBORN", "1")
+    with mps.daemon(run):
+        pid = daemon_pid(run)
+        wait_for(run / "mps" / "pipe" / "up")
+    wait_gone(pid)
+
+
+def test_one_that_does_not_start_says_why(program: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPS_FAULT", "1")
+    with (
+        pytest.raises(ConfigError, match="An instance of this daemon is already running"),
+        mps.daemon(run),
+    ):
+        pass
+
+
+def test_a_run_that_was_killed_leaves_none(program: Path, run: Path) -> None:
+    """The guard ends it after the server, and the next run in the folder if the guard is gone as well."""
+    for sweep in (
+        lambda: guard.end(Run(2**22, "tritone_test_nothing_", 0.1, mps=str(run / "mps"))),
+        lambda: serve._clear(run),
+    ):
+        environ = mps.environment(run / "mps")
+        for folder in environ.values():
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        subprocess.run([program, "-d"], env={**os.environ, **environ}, check=True)
+        pid = daemon_pid(run)
+        assert guard.is_running(pid)
+        sweep()
+        wait_gone(pid)
+    assert list(run.iterdir()) == []
+
+
+def test_the_daemon_of_another_run_is_left_alone(program: Path, run: Path, tmp_path: Path) -> None:
+    with mps.daemon(tmp_path / "other"):
+        with mps.daemon(run):
+            pass
+        assert guard.is_running(daemon_pid(tmp_path / "other"))
+
+
+def test_it_is_refused_without_a_gpu_or_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="mps is true, and no stage is on a GPU"):
+        deploys.load(write_deploy(tmp_path / "a", mps=True) / "deploy.yaml")
+    stages = {"singer": {"device": "gpu:0"}}
+    deploy = deploys.load(write_deploy(tmp_path / "b", mps=True, stages=stages) / "deploy.yaml")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="nvidia-cuda-mps-control is not on PATH"):
+        mps.is_wanted([deploy])
+    assert not mps.is_wanted([deploys.load(write_deploy(tmp_path / "c") / "deploy.yaml")])
+
+
+def test_urgent_stages_go_first(tmp_path: Path) -> None:
+    stages = {
+        "writer": {"device": "gpu:0"},
+        "singer": {"device": "gpu:0", "colocate": "speech", "urgency": 2},
+        "wave": {"device": "gpu:0", "colocate": "speech"},
+    }
+    deploy = deploys.load(write_deploy(tmp_path / "a", mps=True, stages=stages) / "deploy.yaml")
+    assert [deploy.mps_priority(name) for name in stages] == [1, 0, 0]
+    spec = EngineSpec(tmp_path, ("writer",), "address", (0,), 1, None, 1.0, deploy.mps_priority("writer"))
+    assert spec.environment()["CUDA_MPS_CLIENT_PRIORITY"] == "1"
+    without = deploys.load(write_deploy(tmp_path / "b", stages=stages) / "deploy.yaml")
+    assert without.mps_priority("singer") is None
