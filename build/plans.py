@@ -100,7 +100,7 @@ def load_decoder(checkpoint: Path) -> Any:
 def write_onnx(checkpoint: Path) -> Path:
     """Export, check, and only then put the file in its place; ConfigError when the check fails.
 
-    A file that these sources have made from this config.json stays as it is.
+    A file that these sources have made from this checkpoint stays as it is.
     """
     target = plan_files.onnx_file(checkpoint)
     target.parent.mkdir(exist_ok=True)
@@ -123,7 +123,7 @@ def write_onnx(checkpoint: Path) -> Path:
 
 
 def source_digest(checkpoint: Path) -> str:
-    """Of what an ONNX file is made of, but for the weights."""
+    """Of what an ONNX file is made of; of weights, which are large, their sizes and times."""
     import torch
 
     digest = hashlib.sha256(f"{torch.__version__} {OPSET} {VERSION}".encode())
@@ -131,6 +131,9 @@ def source_digest(checkpoint: Path) -> str:
     names = ("waveform_decoder", "waveform_pass", "waveform_config", "causal_layers", "linear")
     for file in (Path(__file__), checkpoint / "config.json", *(folder / f"{name}.py" for name in names)):
         digest.update(file.read_bytes())
+    for weights in sorted(checkpoint.glob("*.safetensors")):
+        state = weights.stat()
+        digest.update(f"{weights.name} {state.st_size} {state.st_mtime_ns}".encode())
     return digest.hexdigest()
 
 
@@ -231,9 +234,10 @@ def write_plan(checkpoint: Path, architecture: str | None, max_rows: int, max_fr
     plan = build_plan(library, plan_files.require_onnx(checkpoint), architecture, max_rows, max_frames)
     name = plan_files.library_name(library)
     target = plan_files.plan_file(checkpoint, architecture, name)
-    with tempfile.NamedTemporaryFile(prefix=".building-", dir=target.parent, delete=False) as scratch:
-        scratch.write(plan)
-    os.replace(scratch.name, target)
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        made.write_bytes(plan)  # as everybody may read it: who serves may be another user
+        os.replace(made, target)
     say(f"{target}: {len(plan) / 2**20:.1f} MiB; {time.monotonic() - began_s:.0f} s")
     return target
 

@@ -456,10 +456,11 @@ class Orchestrator:
     async def _shut_down(self) -> None:
         await self._drain()
         self._inbox.close()
-        questions = asyncio.all_tasks() - {asyncio.current_task()}  # of `states`, which nobody waits for now
-        for question in questions:
-            question.cancel()
-        await asyncio.gather(*questions, return_exceptions=True)
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # e.g. a look at the stages: who waits is told
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=CLEANUP_TIMEOUT_S / 2)
 
 
 def _first(error: BaseException) -> BaseException:

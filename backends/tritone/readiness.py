@@ -43,11 +43,11 @@ class Readiness:
         self._closing.set()
 
     def _watch(self) -> None:
-        while True:
+        while not self._closing.is_set():  # else there may be nobody to ask any more
             ready = self._sound()
             with self._lock:
                 self._ready = ready
-                if self._closing.is_set() or time.monotonic() - self._asked_s > ASKED_S:
+                if time.monotonic() - self._asked_s > ASKED_S:
                     self._watched, self._ready = False, True
                     return
             self._closing.wait(LOOK_EVERY_S)

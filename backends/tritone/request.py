@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tritone.contract import AUDIO_DATA_OUTPUTS, AUDIO_FORMATS, PARAMETERS
+from tritone.conversation import role_and_parts
 from tritone.deploy import MAX_CHUNK_GROWTH, Chunks, Deploy, Limits, Urls, is_chunk_growth
 from tritone.errors import InvalidRequest, Unsupported, suggestion
 from tritone.fetch import check_urls
@@ -16,7 +17,6 @@ from tritone.ports import Array
 from tritone.sampling import Sampling
 
 MEDIA = ("image", "audio", "video")
-ROLES = ("system", "user", "assistant")
 MAX_NAME_CHARACTERS = 256
 MAX_PRIORITY = 100
 MAX_DRAWN_SEED = (1 << 53) - 1  # every JSON reader repeats it exactly
@@ -212,15 +212,7 @@ def _conversation(raw: Any, counts: Mapping[str, int]) -> tuple[Mapping[str, Any
 
 
 def _message(item: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(item, dict) or set(item) - {"role", "content"}:
-        raise InvalidRequest(f"{where} is not an object with role and content", "send just these two keys")
-    role, content = item.get("role"), item.get("content")
-    if role not in ROLES:
-        raise InvalidRequest(f"{where}.role is {role!r}", f"use one of {', '.join(ROLES)}")
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"{where}.content is {content!r}", "send text or a list of parts")
+    role, content = role_and_parts(item, where)
     parts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None

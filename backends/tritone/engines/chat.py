@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tritone.conversation import role_and_parts
 from tritone.errors import InvalidRequest
 
-ROLES = ("system", "user", "assistant")
 EXAMPLE = 'send [{"role": "user", "content": "Hello"}]'
 
 
@@ -100,15 +100,7 @@ class Conversation:
 
 
 def _message(item: Any, where: str) -> Message:
-    if not isinstance(item, dict) or set(item) - {"role", "content"}:
-        raise InvalidRequest(f"{where} is not an object with role and content", "send just these two keys")
-    role, content = item.get("role"), item.get("content")
-    if role not in ROLES:
-        raise InvalidRequest(f"{where}.role is {role!r}", f"use one of {', '.join(ROLES)}")
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"{where}.content is {content!r}", "send text or a list of parts")
+    role, content = role_and_parts(item, where)
     message = Message(role, tuple(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)))
     if not message.content.strip() and not any(isinstance(part, Heard) for part in message.parts):
         raise InvalidRequest(f"{where}.content is empty", "send some text or leave the message out")

@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -1086,6 +1086,25 @@ def test_silence_ends_the_request_when_the_door_of_the_stage_does_not_answer_a_p
     fake.MODELS["echo_writer"] = deaf_to_pings
     client = bench.ask()
     assert client.outcome(2.0) == "UNAVAILABLE" and "did not answer" in client.message
+
+
+def test_a_close_ends_a_look_at_the_stages(make_bench):
+    bench = make_bench()
+    pongs, asked, writer = bench.hold(), threading.Event(), fake.MODELS["echo_writer"]
+
+    def deaf(request):
+        asked.set()
+        pongs.wait(10)
+        return writer(request)
+
+    fake.MODELS["echo_writer"] = deaf
+    looks = ThreadPoolExecutor(1)
+    look = looks.submit(bench.orchestrator.states, 30)
+    assert asked.wait(5)
+    bench.orchestrator.close()
+    with pytest.raises(CancelledError):
+        look.result(5)
+    looks.shutdown()
 
 
 def test_an_illness_of_a_stage_that_is_not_waited_for_disturbs_nobody(make_bench):

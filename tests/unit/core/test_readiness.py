@@ -81,3 +81,14 @@ def test_many_questions_are_one_watch(asked):
     for _ in range(50):
         asked()
     assert len(watching()) == 1
+
+
+def test_nobody_looks_at_what_is_closed(monkeypatch):
+    monkeypatch.setattr(readiness, "LOOK_EVERY_S", 60)
+    looks = []
+    asked = Readiness(lambda timeout_s: looks.append(timeout_s) or {})
+    asked()
+    wait_until(lambda: looks)
+    asked.close()
+    wait_until(lambda: not watching())
+    assert len(looks) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_machine import write_deploy, write_file
 
-from tritone import cli, doctor, finding
+from tritone import commands, doctor, finding, pipelines
 from tritone import server as servers
 from tritone.cli import add_commands
 from tritone.server import Interpreter, Server
@@ -164,7 +164,7 @@ class TestServe:
 class TestDoctor:
     def test_exit_status_follows_the_worst(self, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
         findings = [finding.ok("a", "b"), finding.warning("c", "d", "e")]
-        monkeypatch.setattr(cli.doctor, "examine", lambda repositories, listen: iter(findings))
+        monkeypatch.setattr(commands, "examine", lambda repositories, listen: iter(findings))
         assert tritone("doctor") == 0
         findings.append(finding.problem("f", "g", "h"))
         assert tritone("doctor") == 1
@@ -192,7 +192,7 @@ class TestDoctor:
 def test_models_lists_every_pipeline(capsys: Output) -> None:
     assert tritone("models") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == cli.pipelines.names()
+    assert [line.split()[0] for line in lines] == pipelines.names()
 
 
 def test_backends_prints_a_command_that_needs_nothing_of_ours(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import random
 import subprocess
 import sys
@@ -101,6 +102,16 @@ def test_a_second_run_is_instant_until_something_changes(exported, monkeypatch):
     assert file.with_suffix(".source").read_text() == before
     monkeypatch.setattr(plans, "OPSET", 17)
     assert plans.source_digest(exported) != before
+
+
+def test_other_weights_are_exported_anew(checkpoint, tmp_path):
+    folder = without_plans(checkpoint, tmp_path)
+    weights = min(folder.glob("*.safetensors"))
+    assert plans.source_digest(folder) == plans.source_digest(checkpoint)
+    content = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(content[:-4] + b"\0\0\0\1")
+    assert plans.source_digest(folder) != plans.source_digest(checkpoint)
 
 
 def test_a_file_takes_any_batch_and_any_frames(exported):
@@ -239,6 +250,23 @@ def test_a_plan_of_another_gpu_or_version_is_refused(tmp_path):
     ):
         plan_files.require_plan(tmp_path, "sm90", "tensorrt-10.13")
     assert plan_files.require_plan(tmp_path, "sm80", "tensorrt-10.13").is_file()
+
+
+def test_a_plan_may_be_read_by_whoever_serves(checkpoint, tmp_path, monkeypatch):
+    folder = without_plans(checkpoint, tmp_path)
+    plan_files.onnx_file(folder).parent.mkdir()
+    plan_files.onnx_file(folder).touch()
+    monkeypatch.setattr(plans, "find_library", lambda: SimpleNamespace(__name__="trt", __version__="1"))
+    monkeypatch.setattr(plans, "build_plan", lambda *_: b"a plan")
+    plan = plans.write_plan(folder, "sm89", 1, 1)
+    assert plan.read_bytes() == b"a plan" and plan.stat().st_mode & 0o777 == 0o666 & ~umask()
+    assert sorted(plan.parent.iterdir()) == [plan, plan_files.onnx_file(folder)]
+
+
+def umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def test_an_engine_without_what_it_needs_is_refused(checkpoint, monkeypatch):

@@ -70,7 +70,6 @@ class Prompt:
 class _Item:
     """One attachment, as rows of a prompt."""
 
-    token: int  # that stands for each of its rows
     rows: int
     key: int  # from its content
     grid: tuple[int, ...] = ()  # time, height and width in patches
@@ -153,7 +152,7 @@ class PromptReader:
             )
             grids = looked["image_grid_thw"]
             scene.images = [
-                self._visual_item(self._ids.image, grid, _key(image))
+                self._visual_item(grid, _key(image))
                 for image, grid in zip(attached.images, grids, strict=True)
             ]
             self._check_room(scene)
@@ -170,7 +169,6 @@ class PromptReader:
             grids = looked["video_grid_thw"]
             scene.videos = [
                 self._visual_item(
-                    self._ids.video,
                     grid,
                     _key(video.frames, video.rate_hz),
                     self._temporal_patch / video.rate_hz,
@@ -213,15 +211,15 @@ class PromptReader:
         counts = _get_feat_extract_output_lengths(frames, self._towers.n_window)
         # A recording beside a longer one is padded to its length, which the last mel frames can see.
         scene.audios = [
-            _Item(self._ids.audio, int(rows), _key(samples, mask.shape[-1]), mel_frames=int(length))
+            _Item(int(rows), _key(samples, mask.shape[-1]), mel_frames=int(length))
             for samples, rows, length in zip(heard, counts, frames, strict=True)
         ]
         self._check_room(scene)
         scene.heard = self._towers.hear(features["input_features"], mask)
 
-    def _visual_item(self, token: int, grid: Tensor, key: int, second_per_grid: float = 0.0) -> _Item:
+    def _visual_item(self, grid: Tensor, key: int, second_per_grid: float = 0.0) -> _Item:
         rows = int(grid.prod()) // self._towers.spatial_merge_size**2
-        return _Item(token, rows, key, tuple(grid.tolist()), second_per_grid)
+        return _Item(rows, key, tuple(grid.tolist()), second_per_grid)
 
     # -- rows -----------------------------------------------------------------------------------------------
 
