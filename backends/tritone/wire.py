@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import mmap
 import os
 import select
@@ -25,14 +24,14 @@ import threading
 from typing import Any
 
 import msgspec
-import numpy as np
+
+from tritone import arrays
 
 INLINE_BYTES = 48 * 1024  # well under the default socket buffer, so that several packets fit
 MAP_BYTES = 1 << 20  # smaller spilled packets are copied: a mapping keeps a descriptor as long as its arrays
 SEND_TIMEOUT_S = 10.0  # a local peer that does not read for this long is taken for dead
 
 _SEND_TIMEOUT = struct.pack("ll", int(SEND_TIMEOUT_S), 0)
-_ARRAY = 1  # msgpack extension type of a numpy array
 _INLINE, _SPILLED = b"\0", b"\1"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -294,35 +293,8 @@ class Disconnected(Exception):
     """The peer of a channel is gone."""
 
 
-def _enc_hook(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        array = np.ascontiguousarray(value)
-        if array.dtype == object:
-            return [bytes(item) for item in array.reshape(-1)]
-        body = array.data.cast("B") if array.size else b""
-        return msgspec.msgpack.Ext(_ARRAY, b"".join((_head(array.dtype.str, array.shape), body)))
-    if isinstance(value, np.generic):
-        return value.item()
-    raise NotImplementedError(f"cannot send {type(value).__name__}")
-
-
-@functools.lru_cache(256)  # of few kinds, over and over: the frames of every session of every step
-def _head(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """What says how the bytes of an array are read."""
-    head = msgspec.msgpack.encode((dtype, shape))
-    return struct.pack("<H", len(head)) + head
-
-
-def _ext_hook(code: int, data: memoryview) -> Any:
-    if code != _ARRAY:
-        raise ValueError(f"unknown extension {code}")
-    (size,) = struct.unpack_from("<H", data)
-    dtype, shape = msgspec.msgpack.decode(data[2 : 2 + size])
-    return np.frombuffer(data, dtype=dtype, offset=2 + size).reshape(shape)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
-_decoder = msgspec.msgpack.Decoder(AnyMessage, ext_hook=_ext_hook)
+_encoder = msgspec.msgpack.Encoder(enc_hook=arrays.packed)
+_decoder = msgspec.msgpack.Decoder(AnyMessage, ext_hook=arrays.unpacked)
 
 
 def encode(message: AnyMessage) -> bytes:
