@@ -105,7 +105,7 @@ def end(run: Run, patience: Callable[[], bool] = lambda: True) -> Ended:
 
 def mps_folder(run_folder: Path) -> Path:
     """Of the MPS daemon of a run; see mps.py."""
-    return run_folder / "mps"
+    return run_folder.absolute() / "mps"
 
 
 def quit_mps(folder: Path) -> None:
