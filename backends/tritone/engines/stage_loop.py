@@ -255,7 +255,7 @@ class StageLoop(Loop):
             try:
                 self._peers.send(address, wire.Pieces(pieces) if len(pieces) > 1 else pieces[0])
             except wire.Disconnected:  # the orchestrator is gone
-                for session in {piece.session for piece in pieces}:
+                for session in dict.fromkeys(piece.session for piece in pieces):
                     self.cancel(session)
 
     def _send(self, delta: Delta, seat: Seat) -> None:
