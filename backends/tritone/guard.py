@@ -105,13 +105,13 @@ def end(run: Run, patience: Callable[[], bool] = lambda: True) -> Ended:
 
 def mps_folder(run_folder: Path) -> Path:
     """Of the MPS daemon of a run; see mps.py."""
-    return run_folder / "mps"
+    return run_folder.absolute() / "mps"
 
 
 def quit_mps(folder: Path) -> None:
     """End an MPS daemon and its servers, if there is one: asked first, killed if it does not heed that."""
     pipe = folder / "pipe"
-    if not _mps_processes(pipe):
+    if not pipe.is_dir() or not _mps_processes(pipe):
         return
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(

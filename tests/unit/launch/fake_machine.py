@@ -40,6 +40,28 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer((options["--http-address"], int(options["--http-port"])), Handler).serve_forever()
 """
 
+# NVIDIA's program: `-d` leaves a daemon behind, and notes how it was started; without, it takes an order.
+FAKE_MPS = """#!/bin/sh
+pipe=$CUDA_MPS_PIPE_DIRECTORY
+case "$1" in
+-d)
+    if [ "$MPS_FAULT" ]; then echo "An instance of this daemon"; echo "is already running"; exit 1; fi
+    echo "$CUDA_MPS_LOG_DIRECTORY ${CUDA_VISIBLE_DEVICES-all} $CUDA_DEVICE_ORDER" > "$pipe/started"
+    "$0" daemon &
+    echo $! > "$pipe/pid"
+    ;;
+daemon)
+    if [ "$MPS_STUBBORN" ]; then trap '' TERM; fi
+    echo > "$pipe/up"
+    for _ in $(seq 60); do sleep 1; done
+    ;;
+*)
+    cat >> "$pipe/orders"
+    kill "$(cat "$pipe/pid")"
+    ;;
+esac
+"""
+
 
 def write_file(path: Path, content: bytes = b"", executable: bool = False) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)

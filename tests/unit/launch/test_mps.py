@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_machine import write_deploy, write_file
+from fake_machine import FAKE_MPS, write_deploy, write_file
 
 from tritone import deploy as deploys
 from tritone import guard, mps, serve
@@ -16,32 +16,10 @@ from tritone.engine_process import EngineSpec
 from tritone.errors import ConfigError
 from tritone.guard import Run
 
-# `-d` leaves a daemon behind and notes how it was started; without it, it takes an order from standard input.
-PROGRAM = """#!/bin/sh
-pipe=$CUDA_MPS_PIPE_DIRECTORY
-case "$1" in
--d)
-    if [ "$MPS_FAULT" ]; then echo "An instance of this daemon"; echo "is already running"; exit 1; fi
-    echo "$CUDA_MPS_LOG_DIRECTORY ${CUDA_VISIBLE_DEVICES-all} $CUDA_DEVICE_ORDER" > "$pipe/started"
-    "$0" daemon &
-    echo $! > "$pipe/pid"
-    ;;
-daemon)
-    if [ "$MPS_STUBBORN" ]; then trap '' TERM; fi
-    echo > "$pipe/up"
-    for _ in $(seq 60); do sleep 1; done
-    ;;
-*)
-    cat >> "$pipe/orders"
-    kill "$(cat "$pipe/pid")"
-    ;;
-esac
-"""
-
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    file = write_file(tmp_path / "bin" / guard.MPS_PROGRAM, PROGRAM.encode(), executable=True)
+    file = write_file(tmp_path / "bin" / guard.MPS_PROGRAM, FAKE_MPS.encode(), executable=True)
     monkeypatch.setenv("PATH", f"{file.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(guard, "LEAVE_S", 1.0)
     return file

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_machine import FAKE_TRITONSERVER, write_deploy, write_file
+from fake_machine import FAKE_MPS, FAKE_TRITONSERVER, write_deploy, write_file
 
 from tritone import asked, guard, pipeline_watch, running_server, serve, server_log, supervisor
 from tritone.asked import Asked, ServeOptions
@@ -236,6 +236,27 @@ class TestServe:
         assert ready["grpc"] in said and ready["health"] in said
         assert not (stage.run / "ready.json").exists(), "it tells what is ready now"
         assert (stage.run / "models" / "echo" / "echo_writer" / "config.pbtxt").exists()
+
+    def test_mps_lives_as_long_as_the_run(
+        self, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        program = write_file(tmp_path / "bin" / guard.MPS_PROGRAM, FAKE_MPS.encode(), executable=True)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        monkeypatch.setattr(serve.doctor, "for_pipelines", lambda *_: [])  # it would miss the GPU
+        told: list[Any] = []
+
+        def read() -> None:
+            environ = Path(f"/proc/{stage.server_pid}/environ").read_text().split("\0")
+            told.append([word for word in environ if word.startswith("CUDA_MPS_PIPE")])
+            told.append(guard.is_running(daemon := int((pipe / "pid").read_text())))
+            told.append(daemon)
+            stage.asked.note()
+
+        pipe = stage.run / "mps" / "pipe"
+        stage.once("try:", read)
+        assert stage.start(overrides=("mps=true", "stage.writer.device=gpu:0")) == 0
+        assert told[:2] == [[f"CUDA_MPS_PIPE_DIRECTORY={pipe}"], True]
+        assert not guard.is_running(told[2])
 
     def test_asked_while_loading(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FAKE_TRITON", "slow")
