@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tritone.engines import token_draw
 from tritone.engines.base import Placement
+from tritone.engines.memory import Ground
 from tritone.engines.token_graph import PlainTokens
 from tritone.engines.torch_ar import TorchEngine, TorchOptions
 from tritone.errors import TritoneError
@@ -258,6 +259,18 @@ def test_one_bucket_draws_every_token(make_graphs: MakeEngine) -> None:
     assert list(engine._steps._replays) == [8]
     assert crowd(engine) == crowd(make_graphs(cuda_graphs=False))
     assert list(make_graphs()._steps._replays) == [8, 4, 2, 1]
+
+
+def test_static_buffers_take_what_is_planned(make_graphs: MakeEngine, checkpoint: Path) -> None:
+    engine = make_graphs(prefill_chunk_tokens=50)
+    terms = TorchEngine.memory(Ground("thinker", checkpoint, on_gpu=True), engine._options)
+    planned = {term.name: term.num_bytes for term in terms if term.is_exact}
+    prompts = engine._prompts
+    tensors = [*vars(engine._steps._buffers).values(), prompts._rows, prompts._where, prompts._positions]
+    assert planned["static buffers"] == sum(tensor.nbytes for tensor in tensors)
+    assert planned["KV cache"] == engine._decoder.cache.nbytes
+    on_cpu = TorchEngine.memory(Ground("thinker", checkpoint), engine._options)
+    assert {term.name for term in on_cpu} == {"weights", "KV cache", "activations"}
 
 
 def test_a_step_waits_for_one_copy(make_graphs: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
