@@ -2,7 +2,8 @@
 
     x ─► + partial sums ─► norm ─► router ─► chosen [R, T], shares [R, T]
     few rows    each (row, expert) by itself: every expert is read by the rows that chose it
-    more        every active expert with all rows, at share 0 where it was not chosen: it is read once
+    more        every active expert with all rows, at share 0 where it was not chosen: it is read once;
+                or, as a tile may ask, with the rows that chose it, some at a time
 
 The expert that every row goes through is stored behind the others, in as many pieces of their size as it
 takes, and chosen by every row with the share that its gate gives: T = chosen ones + pieces, rounded up to a
@@ -160,7 +161,7 @@ def _list_active(
 @triton.jit
 def _active_up(
     x, gate_up, chosen, shares, active, count, inner, R,
-    H: tl.constexpr, INNER: tl.constexpr, T: tl.constexpr, BM: tl.constexpr,
+    H: tl.constexpr, INNER: tl.constexpr, T: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(1)
@@ -175,25 +176,51 @@ def _active_up(
         by = tl.load(shares + m[:, None] * T + t[None, :], mask=in_m[:, None], other=0.0)
         share = tl.sum(tl.where(who == expert, by, 0.0), 1)
         base = gate_up + expert.to(tl.int64) * (2 * INNER * H)
-        gate = tl.zeros([BM, BN], tl.float32)
-        up = tl.zeros([BM, BN], tl.float32)
-        for start in tl.range(0, H, BK, num_stages=STAGES):
-            k = start + tl.arange(0, BK)
-            if H % BK == 0:
-                rows = tl.load(x + m[:, None] * H + k[None, :], mask=in_m[:, None], other=0.0)
-                weight = tl.load(base + n[None, :] * H + k[:, None], mask=in_n[None, :], other=0.0)
-                more = tl.load(base + (n + INNER)[None, :] * H + k[:, None], mask=in_n[None, :], other=0.0)
-            else:
-                in_k = k < H
-                both = in_n[None, :] & in_k[:, None]
-                rows = tl.load(x + m[:, None] * H + k[None, :], mask=in_m[:, None] & in_k[None, :], other=0.0)
-                weight = tl.load(base + n[None, :] * H + k[:, None], mask=both, other=0.0)
-                more = tl.load(base + (n + INNER)[None, :] * H + k[:, None], mask=both, other=0.0)
-            gate = tl.dot(rows, weight, gate, input_precision="ieee")
-            up = tl.dot(rows, more, up, input_precision="ieee")
-        out = gate * tl.sigmoid(gate) * up * share[:, None]
-        at = inner + (number * BM + m)[:, None] * INNER + n[None, :]
-        tl.store(at, out.to(inner.dtype.element_ty), mask=in_n[None, :])
+        into = inner + number * BM * INNER + n[None, :]
+        if BG == BM:
+            out = _glu(x, base, m, in_m, n, in_n, H, INNER, BM, BN, BK, STAGES) * share[:, None]
+            tl.store(into + m[:, None] * INNER, out.to(inner.dtype.element_ty), mask=in_n[None, :])
+        else:
+            g = tl.arange(0, BG)
+            is_here = tl.sum((who == expert).to(tl.int32), 1)
+            place = tl.cumsum(is_here, 0) - 1
+            nothing = tl.zeros([BM, BN], inner.dtype.element_ty)
+            tl.store(into + m[:, None] * INNER, nothing, mask=(is_here == 0)[:, None] & in_n[None, :])
+            rows = tl.sum(is_here)
+            for first in range(0, rows, BG):
+                taken = (place[None, :] == first + g[:, None]) & (is_here > 0)[None, :]
+                row = tl.sum(tl.where(taken, m[None, :], 0), 1)
+                some = tl.sum(tl.where(taken, share[None, :], 0.0), 1)
+                in_g = first + g < rows
+                out = _glu(x, base, row, in_g, n, in_n, H, INNER, BG, BN, BK, STAGES) * some[:, None]
+                at = into + row[:, None] * INNER
+                tl.store(at, out.to(inner.dtype.element_ty), mask=in_g[:, None] & in_n[None, :])
+
+
+@triton.jit
+def _glu(
+    x, base, row, in_row, n, in_n,
+    H: tl.constexpr, INNER: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What rows [BM] of x make of columns n of an expert, float32 [BM, BN]."""
+    gate = tl.zeros([BM, BN], tl.float32)
+    up = tl.zeros([BM, BN], tl.float32)
+    for start in tl.range(0, H, BK, num_stages=STAGES):
+        k = start + tl.arange(0, BK)
+        if H % BK == 0:
+            rows = tl.load(x + row[:, None] * H + k[None, :], mask=in_row[:, None], other=0.0)
+            weight = tl.load(base + n[None, :] * H + k[:, None], mask=in_n[None, :], other=0.0)
+            more = tl.load(base + (n + INNER)[None, :] * H + k[:, None], mask=in_n[None, :], other=0.0)
+        else:
+            in_k = k < H
+            both = in_n[None, :] & in_k[:, None]
+            rows = tl.load(x + row[:, None] * H + k[None, :], mask=in_row[:, None] & in_k[None, :], other=0.0)
+            weight = tl.load(base + n[None, :] * H + k[:, None], mask=both, other=0.0)
+            more = tl.load(base + (n + INNER)[None, :] * H + k[:, None], mask=both, other=0.0)
+        gate = tl.dot(rows, weight, gate, input_precision="ieee")
+        up = tl.dot(rows, more, up, input_precision="ieee")
+    return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit
@@ -300,8 +327,8 @@ class Experts:
         down = tile_of("experts_down", rows, self._inner, self._hidden)
         _active_up[(triton.cdiv(self._inner, up.width), self._all)](
             normed, weights.gate_up, self._chosen, self._shares, self._active, self._count, self._inners,
-            rows, self._hidden, self._inner, self._entries, tall, up.width, up.depth, up.stages,
-            num_warps=up.warps, **launch,
+            rows, self._hidden, self._inner, self._entries, tall, min(tall, up.rows or tall), up.width,
+            up.depth, up.stages, num_warps=up.warps, **launch,
         )  # fmt: skip
         _active_down[(triton.cdiv(self._hidden, down.width), PARTS)](
             self._inners, weights.down, self._active, self._of_part, self._counts, self._partials, rows,

@@ -26,6 +26,7 @@ class Tile:
     warps: int
     stages: int = 1
     split: int = 1  # sums that are left to be added up
+    rows: int = 0  # of those that chose an expert, at a time, 16 or more; 0: all rows there are
 
 
 class Shape(NamedTuple):

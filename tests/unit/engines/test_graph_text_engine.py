@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tritone.engines import token_draw
 from tritone.engines.base import Placement
+from tritone.engines.memory import Ground
 from tritone.engines.token_graph import PlainTokens
 from tritone.engines.torch_ar import TorchEngine, TorchOptions
 from tritone.errors import TritoneError
@@ -74,16 +75,22 @@ def crowd(engine: TorchEngine) -> dict[str, tuple[list[int], Any]]:
     }
 
 
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> dict[str, Any]:
+    """Of a crowd, operation by operation."""
+    return crowd(make(checkpoint, cuda_graphs=False))
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-def test_every_setting_gives_the_answers_of_the_eager_way(make_graphs: MakeEngine, overlap: bool) -> None:
-    expected = crowd(make_graphs(cuda_graphs=False))
+def test_every_setting_gives_the_answers_of_the_eager_way(
+    make_graphs: MakeEngine, expected: dict[str, Any], overlap: bool
+) -> None:
     assert crowd(make_graphs(overlap=overlap)) == expected
 
 
 def test_tokens_that_the_device_could_not_tell_are_drawn_by_the_host(
-    make_graphs: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_graphs: MakeEngine, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = crowd(make_graphs(cuda_graphs=False))
     monkeypatch.setattr(token_draw, "NUCLEUS_WIDTH", 2)
     engine = make_graphs()
     redrawn: list[int] = []
@@ -122,10 +129,12 @@ def test_other_shapes_run_in_plain_torch(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU")
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-def test_on_a_gpu_the_answers_are_those_of_a_cpu(checkpoint: Path, overlap: bool) -> None:
+def test_on_a_gpu_the_answers_are_those_of_a_cpu(
+    checkpoint: Path, expected: dict[str, Any], overlap: bool
+) -> None:
     options = {"max_slots": 5, "max_context_tokens": 256, "prefill_chunk_tokens": 16}
     engine = TorchEngine(Placement(checkpoint, "cuda:0"), TorchOptions(**options, overlap=overlap))
-    assert crowd(engine) == crowd(make(checkpoint, cuda_graphs=False))
+    assert crowd(engine) == expected
 
 
 # -- steps that overlap -------------------------------------------------------------------------------------
@@ -193,12 +202,12 @@ def test_what_follows_in_a_slot_is_not_touched_by_who_left_it(make_graphs: MakeE
 def test_the_context_is_filled_to_its_last_place(make_graphs: MakeEngine) -> None:
     results = []
     for options in ({"cuda_graphs": False}, {"overlap": False}, {}):
-        engine = make_graphs(max_context_tokens=100, **options)
+        engine = make_graphs(max_context_tokens=60, **options)
         ask(engine, "x", "Hi", max_tokens=1000)
         session = engine._sessions["x"]
         assert run(engine).last["x"].finish_reason == "length"
         results.append(session.tokens)
-    assert len(results[0]) == 100 and results[1:] == results[:1] * 2
+    assert len(results[0]) == 60 and results[1:] == results[:1] * 2
 
 
 # -- prompts ------------------------------------------------------------------------------------------------
@@ -253,11 +262,23 @@ def test_what_is_not_a_number_ends_its_session_and_no_other(make_graphs: MakeEng
     assert run(engine).text("good") == expected
 
 
-def test_one_bucket_draws_every_token(make_graphs: MakeEngine) -> None:
+def test_one_bucket_draws_every_token(make_graphs: MakeEngine, expected: dict[str, Any]) -> None:
     engine = make_graphs(batch_invariant=True)
     assert list(engine._steps._replays) == [8]
-    assert crowd(engine) == crowd(make_graphs(cuda_graphs=False))
+    assert crowd(engine) == expected
     assert list(make_graphs()._steps._replays) == [8, 4, 2, 1]
+
+
+def test_static_buffers_take_what_is_planned(make_graphs: MakeEngine, checkpoint: Path) -> None:
+    engine = make_graphs(prefill_chunk_tokens=50)
+    terms = TorchEngine.memory(Ground("thinker", checkpoint, on_gpu=True), engine._options)
+    planned = {term.name: term.num_bytes for term in terms if term.is_exact}
+    prompts = engine._prompts
+    tensors = [*vars(engine._steps._buffers).values(), prompts._rows, prompts._where, prompts._positions]
+    assert planned["static buffers"] == sum(tensor.nbytes for tensor in tensors)
+    assert planned["KV cache"] == engine._decoder.cache.nbytes
+    on_cpu = TorchEngine.memory(Ground("thinker", checkpoint), engine._options)
+    assert {term.name for term in on_cpu} == {"weights", "KV cache", "activations"}
 
 
 def test_a_step_waits_for_one_copy(make_graphs: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from tritone.kernels.experts import Experts, paired_rows
 from tritone.kernels.products import Partials, Products
+from tritone.kernels.tiles import MEASURED, Shape, Tile, height
 from tritone.networks.layer_weights import ExpertWeights
 
 EPS, EXPERTS, CHOSEN, HIDDEN, INNER, PIECES = 1e-6, 24, 2, 48, 20, 1
@@ -49,6 +50,30 @@ def test_rows_are_sums_over_their_experts(noise, rows, shared):
     made = x.double() if left is None else x.double() + left.values[: left.count].double().sum(0)
     assert (left is None) == (rows <= PAIRED_ROWS)
     torch.testing.assert_close(made, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [20, 60])
+def test_experts_with_those_rows_alone_that_chose_them_give_the_same(noise, monkeypatch, rows):
+    """Some experts are chosen by more rows than go at a time."""
+    crowded = noise(EXPERTS, HIDDEN)
+    crowded[1:3] += 0.5
+    weights = ExpertWeights(
+        crowded,
+        noise(EXPERTS + PIECES, 2 * INNER, HIDDEN, scale=HIDDEN**-0.5),
+        noise(EXPERTS + PIECES, HIDDEN, INNER, scale=INNER**-0.5),
+        noise(1, HIDDEN),
+        CHOSEN,
+        renormalise=True,
+    )
+    x, norm = noise(rows, HIDDEN), noise(HIDDEN)
+    sums = []
+    for tile in (Tile(32, 64, 4, 3), Tile(32, 64, 4, 3, rows=16)):
+        shape = Shape("experts_up", height("experts_up", rows), HIDDEN, INNER)
+        monkeypatch.setitem(MEASURED, shape, tile)
+        left = Experts(weights, rows, Products(EPS))(x.clone(), norm, weights, None)
+        sums.append(left.values[: left.count].sum(0))
+    torch.testing.assert_close(sums[1], sums[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(sums[1].double(), output(x, norm, weights), atol=2e-5, rtol=2e-5)
 
 
 def test_pairs_go_by_themselves_while_hardly_an_expert_is_read_twice():

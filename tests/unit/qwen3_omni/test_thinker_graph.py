@@ -93,7 +93,7 @@ def test_sampled_tokens_are_those_of_the_eager_way(thinkers: dict[bool, Thinker]
         "text": {"temperature": 1.0},
         "image": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2},
         "audio": {"temperature": 1.2, "top_k": 20},
-        "video": {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "min_p": 0.02, "min_tokens": 4},
+        "stops": {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "min_p": 0.02, "min_tokens": 4},
         "turns": {"repetition_penalty": 1.4},
     }
     results = []
