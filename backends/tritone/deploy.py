@@ -31,6 +31,13 @@ HOST = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z](?:[a-z0-9-]
 COLLECTOR = re.compile(r"https?://[^\s/?#]+[^\s?#]*")
 MAX_CHUNK_GROWTH = 4096
 MODES = ("async_chunk", "sync")
+OWN_VARIABLES = {  # of an engine's environment, and the keys that they are made from
+    "OMP_NUM_THREADS": "threads",
+    "MKL_NUM_THREADS": "threads",
+    "CUDA_VISIBLE_DEVICES": "device",
+    "CUDA_DEVICE_ORDER": "device",
+    "CUDA_MPS_CLIENT_PRIORITY": "urgency",
+}
 RENDER_VERSION = 2  # part of the digest: raise it when the rendering of pbtxt changes
 
 T = TypeVar("T")
@@ -118,6 +125,9 @@ class StageDeploy:
     own_stream: bool = True  # in such a process on a GPU: a CUDA stream for it; else torch's default one
     urgency: int = 0  # of that stream: stages with a higher one go first; default: as the pipeline says
     python: str | None = None  # interpreter of the engine; default: the one that runs the server's stubs
+    env: Mapping[str, str] = field(
+        default_factory=dict
+    )  # variables of the engine's environment, e.g. of vLLM
     load_timeout_s: float = 300.0  # from the start of an engine until it serves
     call_timeout_s: float = 30.0  # one control call or one batch
     lease_s: float = 660.0  # a session that waits for input this long is dropped; above every deadline
@@ -435,9 +445,13 @@ def _check(deploy: Deploy, where: str) -> None:
                 " must be the first there: it measures the GPU as it starts",
                 f"remove colocate of {name}",
             )
+        for variable in stage.env.keys() & OWN_VARIABLES.keys():
+            raise ConfigError(
+                f"{where}: stages.{name}.env has {variable}", f"remove it and give {OWN_VARIABLES[variable]}"
+            )
         mates = [mate for mate in deploy.hosted_with(name) if mate != name]
         for mate in mates:
-            for key in ("instances", "device", "python"):
+            for key in ("instances", "device", "python", "env"):
                 if getattr(deploy.stages[mate], key) != getattr(stage, key):
                     raise ConfigError(
                         f"{where}: stages {name} and {mate} share a process but differ in {key}",

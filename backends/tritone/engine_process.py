@@ -7,7 +7,8 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tritone
@@ -34,6 +35,7 @@ class EngineSpec:
     python: str | None
     load_timeout_s: float
     mps_priority: int | None = None  # see Deploy.mps_priority
+    env: Mapping[str, str] = field(default_factory=dict)  # beside that of this process
 
     def command(self, life_line: int) -> list[str]:
         return [
@@ -60,6 +62,7 @@ class EngineSpec:
         if self.mps_priority is not None:
             env["CUDA_MPS_CLIENT_PRIORITY"] = str(self.mps_priority)
         allocator.for_engine(env)
+        env |= self.env
         # The packaged server's own libraries must not replace those of the engine's interpreter.
         paths = env.get("LD_LIBRARY_PATH", "").split(":")
         env["LD_LIBRARY_PATH"] = ":".join(p for p in paths if p and not p.endswith("nvidia_pytriton.libs"))

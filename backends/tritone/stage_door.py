@@ -114,6 +114,7 @@ class StageDoor:
             python=self.settings.python,
             load_timeout_s=max(self.deploy.stage(mate).load_timeout_s for mate in mates),
             mps_priority=self.deploy.mps_priority(self.stage.name),
+            env=self.settings.env,
         )
         self.own = EngineLink(
             self.stage.name,

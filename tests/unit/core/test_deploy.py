@@ -114,11 +114,32 @@ def test_colocated_stages_share_a_process():
     assert deploy.engine_group("code2wav") == deploy.engine_group("talker") != deploy.engine_group("ears")
 
 
-@pytest.mark.parametrize(("key", "value"), [("device", "gpu:1"), ("python", "/opt/other/bin/python")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("device", "gpu:1"), ("python", "/opt/other/bin/python"), ("env", "{A: b}")]
+)
 def test_colocated_stages_have_one_device_and_one_interpreter(key, value):
     together = ["stage.talker.colocate=speech", "stage.code2wav.colocate=speech"]
     with pytest.raises(ConfigError, match=f"talker and code2wav share a process but differ in {key}"):
         deploys.load(SHIPPED, [*together, f"stage.code2wav.{key}={value}"])
+
+
+def test_an_engine_has_variables_of_its_own():
+    deploy = deploys.load(SHIPPED, ["stage.talker.env={PYTORCH_ALLOC_CONF: 'expandable_segments:True'}"])
+    assert deploy.stage("talker").env == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert deploy.stage("thinker").env == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("{OMP_NUM_THREADS: '2'}", r"stages\.talker\.env has OMP_NUM_THREADS.*threads"),
+        ("{CUDA_VISIBLE_DEVICES: '1'}", r"stages\.talker\.env has CUDA_VISIBLE_DEVICES.*device"),
+        ("{A: 1}", r"stages\.talker: Expected `str`, got `int`.*env"),
+    ],
+)
+def test_variables_that_cannot_be_are_refused(value, said):
+    with pytest.raises(ConfigError, match=said):
+        deploys.load(SHIPPED, [f"stage.talker.env={value}"])
 
 
 def test_a_runtime_that_measures_the_gpu_is_the_first_of_its_process(tmp_path, monkeypatch):

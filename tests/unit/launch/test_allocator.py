@@ -3,12 +3,16 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tritone import allocator
+from tritone import deploy as deploys
 from tritone import server as servers
 from tritone.engine_process import EngineSpec
+
+FAKE = Path(__file__).parents[3] / "model_repository" / "fake" / "deploy.yaml"
 
 
 @pytest.fixture
@@ -36,6 +40,14 @@ def test_engines_do_not_inherit_what_servers_get(environments):
 def test_a_setting_of_the_user_holds_for_both(environments):
     server, engine = environments({allocator.VARIABLE: "glibc.malloc.arena_max=1"})
     assert server[allocator.VARIABLE] == engine[allocator.VARIABLE] == "glibc.malloc.arena_max=1"
+
+
+def test_engines_without_tensors_are_as_frugal_as_the_server(monkeypatch, tmp_path):
+    deploy = deploys.load(FAKE)
+    monkeypatch.setenv(allocator.VARIABLE, allocator.SERVER)
+    for stage in deploy.stages.values():
+        spec = EngineSpec(tmp_path, ("a",), "x", (), 1, None, 1.0, env=stage.env)
+        assert spec.environment()[allocator.VARIABLE] == allocator.SERVER
 
 
 FREED_BELOW_ONE_BLOCK = """
