@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tritone import allocator
 from tritone import server as servers
 from tritone.asked import DRAIN_S
 from tritone.cli import add_commands
@@ -113,6 +114,9 @@ class TestDocker:
         for source in sources:
             assert (ROOT / source).exists(), source
             assert source not in ignored
+
+    def test_memory_is_handed_out_as_by_serve(self) -> None:
+        assert f"    {allocator.VARIABLE}={allocator.SERVER}\n" in self.text
 
     def test_weights_are_built_by_a_script_that_exists(self) -> None:
         [script] = re.findall(r"python3 (build/\w+\.py)", self.text)
