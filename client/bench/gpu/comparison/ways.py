@@ -21,6 +21,7 @@ from tritone_bench.table import NOTHING, number
 STAGES = ("thinker", "talker", "code2wav")
 SPEECH_RATE = "speech seconds per second"
 VLLM_SHARE = 0.7  # of a GPU that talker and code2wav need as well
+VLLM_STEP_TOKENS = 4096  # of prompts, beside those of running answers, which do not wait long for them
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,11 @@ def thinker_overrides(kind: str) -> tuple[str, ...]:
     """Of the thinker's engine, the same for every way."""
     if kind != "vllm":
         return ()
-    share = f"stage.thinker.engine.engine_args.gpu_memory_utilization={VLLM_SHARE}"
-    return ("stage.thinker.engine.kind=vllm", share)
+    return (
+        "stage.thinker.engine.kind=vllm",
+        f"stage.thinker.engine.prefill_chunk_tokens={VLLM_STEP_TOKENS}",
+        f"stage.thinker.engine.engine_args.gpu_memory_utilization={VLLM_SHARE}",
+    )
 
 
 class Measured:
