@@ -15,7 +15,7 @@
 # URL                    for perf: the gRPC address of a server that runs, instead of one of its own
 # PROMPT, AUDIO, OUT     for demo: the question, typed or spoken, and the file for the answer
 # ARGS                   for serve, for pytest, for perf, for plans and for soak
-# JOBS                   how many files of tests run at once
+# JOBS                   how many files of tests run at once; servers wait, so more than there are cores
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
