@@ -1,7 +1,7 @@
 # make demo          install, build the weights, serve, ask, hear the answer in reply.wav
 # make serve         the same server, until Ctrl-C
 # make test          everything that must pass
-# make test-vllm     of that, what needs vLLM, which has an environment above the others'
+# make test-vllm     the part of it that needs vLLM, in an environment above the other one
 # make perf          perf_analyzer against a pipeline: client/bench/perf_analyzer/
 # make soak          load and faults for a quarter of an hour: tests/soak/soak.py
 # make plans         Code2Wav of qwen3_omni as an ONNX file; ARGS="--checkpoint DIR --tensorrt": build/plans.py

@@ -6,9 +6,8 @@ buffers are mapped one by one there, so that none of them leaves a hole in the h
 with which the many small tensors of a network are made faster, and have their large ones in the heap.
 
 Stubs and engines give freed pages back to the system by and by: by itself the library returns only those at
-the end of a heap. Before that Python looks for what only refers to itself, which it otherwise does the more
-seldom the more it holds: what lies about until then keeps whole pages. What was there at the start is not
-looked at again.
+the end of a heap. Each time Python's collector runs first, since cycles that lie about keep whole pages, and
+left alone it runs the more seldom the more there is. What was there at the start it does not look at again.
 """
 
 from __future__ import annotations

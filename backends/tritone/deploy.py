@@ -1,7 +1,7 @@
 """A deploy file: the numbers of one pipeline on one machine, read from YAML and checked.
 
-Precedence: request > `--set` override > deploy.yaml > pipeline default. An unknown key is an error with a
-suggestion; engine options are checked against the engine's own `Options`.
+Precedence: request > `--set` override > profile > deploy.yaml > pipeline default. An unknown key is an error
+with a suggestion; engine options are checked against the engine's own `Options`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StageDeploy:
     threads: int = 1  # intra-op threads of one engine on a CPU
     colocate: str | None = None  # stages with the same word share one engine process
     own_stream: bool = True  # in such a process on a GPU: a CUDA stream for it; else torch's default one
-    urgency: int = 0  # of that stream: stages with a higher one go first; default: as the pipeline says
+    urgency: int = 0  # of that stream, with `mps` of the process: higher goes first; default: the pipeline's
     python: str | None = None  # interpreter of the engine; default: the one that runs the server's stubs
     env: Mapping[str, str] = field(
         default_factory=dict

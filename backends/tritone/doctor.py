@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.metadata
 import importlib.util
 import os
+import random
 import re
 import shutil
 import socket
@@ -30,6 +32,9 @@ from tritone.server import Interpreter, Listen, Server, known_faults
 from tritone.tracing import is_on
 
 SHM = Path("/dev/shm")
+GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # first and last that the system gives away
+FREE_PORTS_FROM = 20_000
+MOST_PORTS_TRIED = 64
 INSTANCE_SHM_BYTES = 8 * MIB  # of one model instance under load; a region never shrinks
 
 
@@ -198,18 +203,30 @@ def check_exposure(listen: Listen, extra: Sequence[str] = ()) -> Finding:
     )
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound as a server would bind it."""
+def bind(host: str, port: int, shared: bool = True) -> socket.socket:
+    """A socket bound as a server would bind it. shared: while nobody listens, others may have the port too."""
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     probe = socket.socket(family, socket.SOCK_STREAM)
     try:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shared)
         probe.bind((host, port))
     except OSError:
         probe.close()
         raise
     return probe
+
+
+def bind_free(host: str) -> socket.socket:
+    """A socket bound to a free port, one that the system does not give away by itself where there is any.
+
+    Who opens a connection would else take the port in the time in which a server loads, before it listens.
+    """
+    ports = range(FREE_PORTS_FROM, int(GIVEN_PORTS.read_text().split()[0]))
+    for port in random.sample(ports, min(len(ports), MOST_PORTS_TRIED)):
+        with contextlib.suppress(OSError):
+            return bind(host, port, shared=False)
+    return bind(host, 0, shared=False)
 
 
 # -- a pipeline ----------------------------------------------------------------------------------------------

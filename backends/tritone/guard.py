@@ -40,9 +40,8 @@ class Run:
     shm_prefix: str  # unique; begins the name of its shared-memory regions
     grace_s: float  # from SIGTERM to the first SIGKILL
     folder: str = ""  # removed at the end; "" keeps it
-    mps: str = (
-        ""  # folder of its MPS daemon, which ends with it; "": it has none, or that outlives this server
-    )
+    # Folder of its MPS daemon, which ends with it; "": none, or one that outlives this server.
+    mps: str = ""
 
     def processes(self) -> set[int]:
         """Ids of the server, its stubs and its engines that still run.

@@ -5,7 +5,8 @@
                        └─ quit, at the end             └─ engines, which inherit CUDA_MPS_PIPE_DIRECTORY
 
 The daemon is private to the run: other programs on the GPU neither use it nor are disturbed. guard.py ends
-it, so that none is left when `tritone serve` is killed -9.
+it when `tritone serve` is killed -9 while a server of it runs; one that was left is ended by the next run in
+the same folder. Nothing starts it again when it dies itself: engines then do not load.
 """
 
 from __future__ import annotations

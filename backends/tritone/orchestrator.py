@@ -455,12 +455,12 @@ class Orchestrator:
 
     async def _shut_down(self) -> None:
         await self._drain()
-        self._inbox.close()
         left = asyncio.all_tasks() - {asyncio.current_task()}  # e.g. a look at the stages: who waits is told
         for task in left:
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=CLEANUP_TIMEOUT_S / 2)
+        self._inbox.close()
 
 
 def _first(error: BaseException) -> BaseException:

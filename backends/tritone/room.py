@@ -85,9 +85,10 @@ def require_room(served: Sequence[Deploy], new: Deploy, at_start: Room, now: Roo
     own = [deploy for deploy in served if deploy.pipeline.name == name]
     for finding in check_planned([*others, new], at_start):
         if finding.level is Level.PROBLEM:
+            counted = ", counting all that is served, and what was free before the server started"
             raise ConfigError(
-                f"{name} cannot be loaded as its deploy file says: {finding.what}, counting all that is "
-                "served, and what was free before the server started",
+                f"{name} cannot be loaded as its deploy file says: {finding.what}"
+                f"{counted if finding.subject == 'memory' else ''}",
                 finding.cure,
             )
     try:

@@ -132,7 +132,7 @@ def choose_ports(listen: Listen) -> Listen:
         chosen = {}
         for name, port in listen.ports().items():
             if port == 0:
-                chosen[name] = stack.enter_context(doctor.bind(listen.host, 0)).getsockname()[1]
+                chosen[name] = stack.enter_context(doctor.bind_free(listen.host)).getsockname()[1]
         return replace(listen, **chosen)
 
 

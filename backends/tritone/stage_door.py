@@ -93,7 +93,6 @@ class StageDoor:
 
     def __init__(self, args: Mapping[str, str]) -> None:
         keep_private()
-        allocator.give_back_often()
         self.deploy, parameters, path = load_deploy(args)
         self.stage = self.deploy.pipeline.stage(parameters["stage"])
         self.settings = self.deploy.stage(self.stage.name)
@@ -146,6 +145,7 @@ class StageDoor:
             self.close()
             raise
         self._publisher.start(StageTally(self._publisher, self.own, self.model).look)
+        allocator.give_back_often()
 
     @property
     def is_ready(self) -> bool:

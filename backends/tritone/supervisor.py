@@ -94,7 +94,8 @@ class Supervisor:
     def reload(self, pipeline: str) -> str:
         """Serve what the deploy file of a pipeline says now, "" for all; what was done.
 
-        Raises TritoneError when that cannot be, and all is as before.
+        Raises TritoneError at the first that cannot be: those before it are served anew, it and the rest as
+        before.
         """
         if pipeline:
             self._served(pipeline)

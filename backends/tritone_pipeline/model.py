@@ -15,7 +15,6 @@ from tritone.triton import Reply, is_decoupled, read_inputs, read_parameters
 class TritonPythonModel:
     def initialize(self, args):
         keep_private()
-        allocator.give_back_often()
         deploy, _, _ = load_deploy(args)
         self._inputs = deploy.pipeline.inputs
         name = f"{args['model_name']}/{os.getpid()}"
@@ -25,6 +24,7 @@ class TritonPythonModel:
         tracer = open_tracer(deploy.tracing, args["model_name"], {"tritone.pipeline": deploy.pipeline.name})
         self._orchestrator = Orchestrator(deploy, facts, name, address, may_stream, key, tracer)
         self._readiness = Readiness(self._orchestrator.states)
+        allocator.give_back_often()
 
     def execute(self, requests):
         for request in requests:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tritone import guard
+from tritone import doctor, guard
 from tritone import server as servers
 from tritone_client import AsyncTritoneClient
 
@@ -230,8 +229,6 @@ def plain_server(tmp_path):
 
 
 def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(doctor.bind_free("127.0.0.1")) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in held]

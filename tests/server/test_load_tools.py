@@ -144,7 +144,7 @@ async def test_an_engine_seen_by_py_spy_serves_on(server, profile):
 
 
 async def test_two_profiles_of_a_process_at_once_are_refused(server, profile):
-    words = ("orchestrator", "--kind=py-spy", "--seconds=2")
+    words = ("orchestrator", "--kind=py-spy", "--seconds=5")  # the two commands may start a while apart
     first, second = [asyncio.create_task(profile(f"{n}.json", *words)) for n in range(2)]
     both = asyncio.gather(first, second)
     await speak_until(server, both)

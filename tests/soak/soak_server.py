@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tritone import doctor
 from tritone import server as servers
 from tritone_client import AsyncTritoneClient
 
@@ -100,5 +100,5 @@ def _answers(url: str) -> bool:
 
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [held.getsockname()[1] for held in sockets]
+        held = [stack.enter_context(doctor.bind_free("127.0.0.1")) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in held]

@@ -51,11 +51,3 @@ class CudaGraphs:
                 program()
         replay: Callable[[], None] = graph.replay
         return replay
-
-
-def buckets_up_to(rows: int) -> list[int]:
-    """Batch sizes to capture: powers of two up to one that holds `rows`."""
-    sizes = [1]
-    while sizes[-1] < rows:
-        sizes.append(2 * sizes[-1])
-    return sizes

@@ -1,4 +1,4 @@
-"""What the captured steps of a text engine hold in memory, from sizes alone and without torch.
+"""In which sizes steps are captured, and what they hold in memory: from sizes alone and without torch.
 
 sizes ─┬─► static buffers: the very bytes of the tensors (token_buffers.py, prompt_graph.py)
        └─► graphs, kernels, draws: at most, from the shapes of their largest tensors
@@ -9,8 +9,8 @@ from __future__ import annotations
 from tritone.engines.memory import Term
 from tritone.networks.decoder_size import DecoderSize
 
-SHORTEST_GRAPH = 16  # rows of a piece of a prompt, as in prompt_graph.py
-PACKED_BYTES = 64  # of a row of a step, as in packed_rows.py
+SHORTEST_GRAPH = 16  # rows of a piece of a prompt
+PACKED_BYTES = 64  # of a row of a step, what the host says of it
 SPLITS = 8  # sums that a kernel may leave to be added up, of a row
 SCORES = 6  # tensors of a score for each row and token that draws may have at a time, two steps on their way
 MIB = 1 << 20
@@ -21,11 +21,10 @@ def token_graph_terms(
     size: DecoderSize, *, slots: int, context_tokens: int, piece: int, item: int, kernels: bool
 ) -> list[Term]:
     """Beside weights, cache and tables. piece: rows of a prompt in a step. kernels: not in plain torch."""
-    rows, longest = bucket(1, slots), bucket(SHORTEST_GRAPH, piece)
+    rows, longest = buckets(1, slots)[-1], buckets(SHORTEST_GRAPH, piece)[-1]
     a_row = PACKED_BYTES + 4 * size.vocab + 4  # packed, logits, drawn
     a_slot = 8 + size.vocab  # the last token, and which were seen
-    of_piece = longest * (size.hidden * item + 8 + 3 * 4) + 2 * 8  # rows, places, positions; slot and end
-    buffers = rows * a_row + (slots + 1) * a_slot + of_piece
+    buffers = rows * a_row + (slots + 1) * a_slot + prompt_buffer_bytes(size.hidden, longest, item)
     copied = 0 if kernels else 4 * rows * size.kv_heads * context_tokens * size.head_dim
     passed = max(
         size.pass_elements(longest, context_tokens), copied + size.pass_elements(rows, context_tokens)
@@ -50,12 +49,17 @@ def token_graph_terms(
     ]
 
 
-def bucket(first: int, most: int) -> int:
-    """The largest of the sizes first, 2 first, 4 first … that are captured for up to `most`."""
-    size = first
-    while size < most:
-        size *= 2
-    return size
+def buckets(first: int, most: int) -> list[int]:
+    """Sizes to capture: first, 2 first, 4 first … up to one that holds `most`."""
+    sizes = [first]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def prompt_buffer_bytes(hidden: int, rows: int, item: int) -> int:
+    """Of PromptGraphs: rows, places int64, positions float32 [3]; slot and end."""
+    return rows * (hidden * item + 8 + 3 * 4) + 2 * 8
 
 
 def _kernel_bytes(size: DecoderSize, rows: int, item: int) -> int:
@@ -63,5 +67,5 @@ def _kernel_bytes(size: DecoderSize, rows: int, item: int) -> int:
     heads = size.heads + 2 * size.kv_heads
     a_row = 2 * SPLITS * size.hidden * 4 + (6 * size.hidden + 2 * heads * size.head_dim) * item
     a_row += max(size.inner, size.expert_inner) * item + SPLITS * size.heads * size.head_dim * 4
-    experts = size.experts * bucket(16, rows) * size.expert_inner * item
+    experts = size.experts * buckets(16, rows)[-1] * size.expert_inner * item
     return rows * a_row + experts

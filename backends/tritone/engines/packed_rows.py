@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor, float32
 
+from tritone.engines.graph_memory import PACKED_BYTES
 from tritone.ports import Array
 
-COLUMNS = 16  # a row starts at a multiple of 64 bytes
+COLUMNS = PACKED_BYTES // 4
 
 
 class PackedRows:

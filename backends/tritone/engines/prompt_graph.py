@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from tritone.engines.cuda_graphs import CudaGraphs
+from tritone.engines.graph_memory import SHORTEST_GRAPH, buckets
 from tritone.networks.decoder import Decoder, Span
 from tritone.networks.transfer import on_device
-
-SHORTEST = 16  # rows of a graph
 
 
 class PromptGraphs:
@@ -26,9 +25,7 @@ class PromptGraphs:
     def __init__(self, decoder: Decoder, most_rows: int) -> None:
         """decoder: with a cleared cache. most_rows: of a piece."""
         self._decoder = decoder
-        self._lengths = [SHORTEST]
-        while self._lengths[-1] < most_rows:
-            self._lengths.append(2 * self._lengths[-1])
+        self._lengths = buckets(SHORTEST_GRAPH, most_rows)
         longest, device = self._lengths[-1], decoder.device
         self._last = decoder.cache.shape[-2] - 1
         self._rows = torch.zeros((longest, decoder.config.hidden_size), dtype=decoder.dtype, device=device)

@@ -210,9 +210,9 @@ def _adjust(scores: Tensor, row: Row) -> None:
         scores[torch.tensor(row.banned, device=scores.device)] = -math.inf
 
 
-def draw_whole(scaled: Tensor, rows: Sequence[Row], codebook: int = 0) -> Tensor:
-    """Draw, int64 [B], for rows without top-k, of scores [B, V] to which all but top-p was applied."""
-    return _draw_whole(scaled, _Filters.of(rows, scaled.device), codebook)
+def draw_whole(scaled: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Draw, int64 [B], for rows without top-k, of scores float32 [B, V] that all but top-p was applied to."""
+    return _draw_whole(scaled, _Filters.of(rows, scaled.device), codebook=0)
 
 
 def _draw_whole(scaled: Tensor, filters: _Filters, codebook: int) -> Tensor:

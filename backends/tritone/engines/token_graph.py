@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritone.engines.cuda_graphs import CudaGraphs, buckets_up_to
+from tritone.engines.cuda_graphs import CudaGraphs
+from tritone.engines.graph_memory import buckets
+from tritone.engines.staging import Staging
 from tritone.engines.token_buffers import OUT_OF_REACH, TokenBuffers, TokenRow, pack, pack_spare
 from tritone.engines.token_draw import PlainNoise, TokenDraw
 from tritone.networks.decoder import Decoder
@@ -68,7 +69,7 @@ class TokenFlight:
 
     def __init__(
         self,
-        staging: _Staging,
+        staging: Staging,
         rows: Sequence[TokenRow],
         order: Sequence[int],
         draw: TokenDraw,
@@ -84,7 +85,7 @@ class TokenFlight:
         """Of each row as they were asked for; waited for."""
         if self._staging.done is not None:
             self._staging.done.synchronize()
-        tokens: list[int] = self._staging.ids[: len(self._rows)].tolist()
+        tokens: list[int] = self._staging.drawn[: len(self._rows)].tolist()
         drawn = [Drawn(0, False)] * len(self._rows)
         for number, (token, place) in enumerate(zip(tokens, self._order, strict=True)):
             is_other = token == OUT_OF_REACH
@@ -113,8 +114,8 @@ class TokenGraphs:
         """
         self._program = program  # holds the weights, of which a graph knows no more than the addresses
         self._buffers, self._draw = buffers, draw
-        self._buckets = buckets_up_to(slots)[-1 if one_bucket else 0 :]
-        self._staging = [_Staging.beside(buffers) for _ in range(2)]
+        self._buckets = buckets(1, slots)[-1 if one_bucket else 0 :]
+        self._staging = [Staging.beside(buffers.packed, buffers.ids) for _ in range(2)]
         self._spare = pack_spare(len(buffers.packed), slots)
         # The largest first: the others then live in the memory that it has taken.
         captured = CudaGraphs(buffers.packed.device)
@@ -145,26 +146,8 @@ class TokenGraphs:
         buffers.packed[:bucket].copy_(staging.packed[:bucket], non_blocking=True)
         self._replays[bucket]()
         scores = self._draw(rows)
-        staging.ids[:count].copy_(buffers.ids[:count], non_blocking=True)
+        staging.drawn[:count].copy_(buffers.ids[:count], non_blocking=True)
         return TokenFlight(staging, rows, order, self._draw, scores)
-
-
-@dataclass(frozen=True)
-class _Staging:
-    """Pinned memory beside the buffers, for a step at a time."""
-
-    packed: Tensor
-    ids: Tensor
-    done: Any  # CUDA event behind the copy of the ids; None on a CPU
-
-    @classmethod
-    def beside(cls, buffers: TokenBuffers) -> _Staging:
-        is_cuda = buffers.packed.device.type == "cuda"
-        packed, ids = (
-            torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=is_cuda)
-            for buffer in (buffers.packed, buffers.ids)
-        )
-        return cls(packed, ids, torch.cuda.Event() if is_cuda else None)  # type: ignore[no-untyped-call]
 
 
 def token_graphs(
@@ -175,7 +158,7 @@ def token_graphs(
     ends: token ids that end an answer. kernels: not in plain torch, where there are kernels for what the
     decoder computes.
     """
-    buffers = TokenBuffers.of(buckets_up_to(slots)[-1], slots, decoder.config.vocab_size, decoder.device)
+    buffers = TokenBuffers.of(buckets(1, slots)[-1], slots, decoder.config.vocab_size, decoder.device)
     program, draw = _program_and_draw(buffers, decoder, ends, kernels)
     return TokenGraphs(program, buffers, draw, slots=slots, one_bucket=one_bucket)
 

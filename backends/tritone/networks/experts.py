@@ -148,7 +148,7 @@ def by_pair(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return torch.cat(outputs).view(rows, num_chosen, -1)
 
 
-_COPY_COST = 3  # the weights of a pair are read, written and read again, those of all experts read once
+_COPY_COST = 3  # reckoned, not measured: a pair's weights are read, written, read; all experts' read once
 _COPIED_PAIRS = 64  # at a time, which bounds the memory that the copies take
 _ROWS_FOR_ALL = 256  # at a time, for the same reason
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from fake_machine import FAKE_MPS, FAKE_TRITONSERVER, write_deploy, write_file
 
-from tritone import asked, guard, pipeline_watch, running_server, serve, server_log, supervisor
+from tritone import asked, doctor, guard, pipeline_watch, running_server, serve, server_log, supervisor
 from tritone.asked import Asked, ServeOptions
 from tritone.errors import ConfigError, TritoneError
 from tritone.finding import ok, problem
@@ -53,6 +53,27 @@ def test_zero_takes_free_ports() -> None:
     chosen = serve.choose_ports(Listen(http=0, grpc=0, metrics=7))
     assert chosen.metrics == 7
     assert len({chosen.http, chosen.grpc, 0}) == 3
+
+
+def test_ports_that_the_system_gives_to_connections_are_left_to_them(monkeypatch, tmp_path) -> None:
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if given > doctor.FREE_PORTS_FROM:
+        chosen = serve.choose_ports(Listen(http=0, grpc=0, metrics=0))
+        assert all(doctor.FREE_PORTS_FROM <= port < given for port in (chosen.http, chosen.grpc))
+    all_given = write_file(tmp_path / "range", b"1024\t65535\n")
+    monkeypatch.setattr(doctor, "GIVEN_PORTS", all_given)
+    assert serve.choose_ports(Listen(http=0, grpc=0, metrics=0)).http > 0
+
+
+def test_a_free_port_is_nobody_elses(monkeypatch, tmp_path) -> None:
+    with doctor.bind_free("127.0.0.1") as first:
+        port = first.getsockname()[1]
+        monkeypatch.setattr(doctor, "FREE_PORTS_FROM", port)
+        monkeypatch.setattr(
+            doctor, "GIVEN_PORTS", write_file(tmp_path / "range", f"{port + 1} 65535".encode())
+        )
+        with doctor.bind_free("127.0.0.1") as second:
+            assert second.getsockname()[1] != port
 
 
 class TestRunFolder:

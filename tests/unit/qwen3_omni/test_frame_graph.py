@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tritone.engines.base import Placement
-from tritone.engines.cuda_graphs import buckets_up_to
+from tritone.engines.graph_memory import buckets
 from tritone.errors import TritoneError
 from tritone.networks.weights import Weights
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
@@ -68,9 +68,9 @@ def crowd(talker: Talker, names: tuple[str, ...] = tuple(SETTINGS)) -> dict[str,
 
 
 def test_buckets() -> None:
-    assert buckets_up_to(1) == [1]
-    assert buckets_up_to(5) == [1, 2, 4, 8]
-    assert buckets_up_to(64) == [1, 2, 4, 8, 16, 32, 64]
+    assert buckets(1, 1) == [1]
+    assert buckets(1, 5) == [1, 2, 4, 8]
+    assert buckets(1, 64) == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_every_setting_gives_the_codes_of_the_eager_way(make_graphs: MakeTalker) -> None:

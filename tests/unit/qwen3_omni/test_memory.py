@@ -156,7 +156,7 @@ def test_the_plan_of_a_thinker_with_graphs_is_what_its_tensors_take(checkpoint: 
     plan = planned(Thinker.memory(Ground("thinker", checkpoint, is_released=True, on_gpu=True), options))
     _GraphThinker(Placement(checkpoint), options)
     engine, num_bytes = held(lambda: _GraphThinker(Placement(checkpoint), options))
-    pinned = [tensor for some in engine._steps._staging for tensor in (some.packed, some.ids)]
+    pinned = [tensor for some in engine._steps._staging for tensor in (some.packed, some.drawn)]
     assert num_bytes - sum(tensor.nbytes for tensor in pinned) == sum(plan.values())
     assert plan["KV cache"] == engine._decoder.cache.nbytes
     buffers = vars(engine._steps._buffers).values()

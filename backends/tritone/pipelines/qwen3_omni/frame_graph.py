@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritone.engines.cuda_graphs import CudaGraphs, buckets_up_to
+from tritone.engines.cuda_graphs import CudaGraphs
+from tritone.engines.graph_memory import buckets
 from tritone.engines.sampler import gumbel_of_all, gumbel_of_frame
+from tritone.engines.staging import Staging
 from tritone.engines.static_draw import DrawSettings, draw, penalise
 from tritone.networks.decoder import Decoder
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
@@ -120,8 +121,8 @@ class GraphFrames(Frames):
         self._program = program  # holds the weights, of which a graph knows no more than the addresses
         self._buffers, self._codec = buffers, codec
         self._vocab_size = buffers.seen.shape[1]
-        self._buckets = buckets_up_to(len(buffers.packed))[-1 if one_bucket else 0 :]
-        self._staging = [_Staging.beside(buffers) for _ in range(2)]
+        self._buckets = buckets(1, len(buffers.packed))[-1 if one_bucket else 0 :]
+        self._staging = [Staging.beside(buffers.packed, buffers.frames) for _ in range(2)]
         self._spare = pack_spare(len(buffers.packed), slots)
         # The largest first: the others then live in the memory that it has taken.
         captured = CudaGraphs(buffers.packed.device)
@@ -142,32 +143,14 @@ class GraphFrames(Frames):
         torch.stack([row.text for row in rows], out=buffers.text[:count])
         buffers.packed[:bucket].copy_(staging.packed[:bucket], non_blocking=True)
         self._replays[bucket]()
-        staging.frames[:count].copy_(buffers.frames[:count], non_blocking=True)
+        staging.drawn[:count].copy_(buffers.frames[:count], non_blocking=True)
         return _Flying(staging, count)
-
-
-@dataclass(frozen=True)
-class _Staging:
-    """Pinned memory beside the buffers, for a frame at a time."""
-
-    packed: Tensor
-    frames: Tensor
-    done: Any  # CUDA event behind the copy of the frames; None on a CPU
-
-    @classmethod
-    def beside(cls, buffers: FrameBuffers) -> _Staging:
-        is_cuda = buffers.packed.device.type == "cuda"
-        packed, frames = (
-            torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=is_cuda)
-            for buffer in (buffers.packed, buffers.frames)
-        )
-        return cls(packed, frames, torch.cuda.Event() if is_cuda else None)  # type: ignore[no-untyped-call]
 
 
 class _Flying(Flight):
     """Frames that the device is making."""
 
-    def __init__(self, staging: _Staging, count: int) -> None:
+    def __init__(self, staging: Staging, count: int) -> None:
         self._staging, self._count = staging, count
         if staging.done is not None:
             staging.done.record()
@@ -175,7 +158,7 @@ class _Flying(Flight):
     def frames(self) -> Array:
         if self._staging.done is not None:
             self._staging.done.synchronize()
-        frames: Array = self._staging.frames[: self._count].numpy().copy()
+        frames: Array = self._staging.drawn[: self._count].numpy().copy()
         return frames
 
 
@@ -194,7 +177,7 @@ def graph_frames(
     kernels: not in plain torch, where there are kernels for what the decoder computes.
     """
     buffers = FrameBuffers.of(
-        rows=buckets_up_to(slots)[-1],
+        rows=buckets(1, slots)[-1],
         slots=slots,
         hidden_size=decoder.config.hidden_size,
         vocab_size=decoder.config.vocab_size,

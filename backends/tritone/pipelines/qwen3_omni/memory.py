@@ -23,7 +23,8 @@ from tritone.engines.graph_memory import (
     PACKED_BYTES,
     SHORTEST_GRAPH,
     SPLITS,
-    bucket,
+    buckets,
+    prompt_buffer_bytes,
     token_graph_terms,
 )
 from tritone.engines.memory import FILES_FACTOR, ITEM_BYTES, Ground, Term, gpu_share, product
@@ -166,7 +167,7 @@ def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
     size, predictor = sizes.talker, sizes.predictor
     graphs = ground.on_gpu and options.cuda_graphs
     slots, context = options.max_slots + graphs, options.max_context_tokens
-    frames = bucket(1, options.max_slots)
+    frames = buckets(1, options.max_slots)[-1]
     more = size.held - size.stored + predictor.held - predictor.stored
     places = sizes.residuals + 2
     own, how = product(predictor.cache(frames, places), item)
@@ -182,8 +183,9 @@ def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
         rows = options.prefill_chunk_tokens + options.max_slots
         held = size.pass_elements(rows, context) * item
         return [*terms, Term("activations", held, f"a pass of {rows:,} rows", False, "prefill_chunk_tokens")]
-    rows = bucket(SHORTEST_GRAPH, options.prefill_chunk_tokens)
-    buffers = _frame_buffers(sizes, frames, options.max_slots, item) + rows * (size.hidden * item + 24)
+    rows = buckets(SHORTEST_GRAPH, options.prefill_chunk_tokens)[-1]
+    buffers = _frame_buffers(sizes, frames, options.max_slots, item)
+    buffers += prompt_buffer_bytes(size.hidden, rows, item)
     copied = 0 if options.kernels else 4 * frames * size.kv_heads * context * size.head_dim
     held = max(size.pass_elements(rows, context), copied + size.pass_elements(frames, context)) * item
     return [

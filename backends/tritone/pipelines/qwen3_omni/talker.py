@@ -126,7 +126,7 @@ class Talker(SlotEngine[_Session]):
 
     def __init__(self, placement: Placement, options: TalkerOptions) -> None:
         torch = prepared_torch(placement)
-        from tritone.engines.cuda_graphs import buckets_up_to
+        from tritone.engines.graph_memory import buckets
         from tritone.engines.prompt_graph import PromptGraphs
         from tritone.networks.decoder import Decoder, DecoderConfig
         from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
@@ -163,7 +163,7 @@ class Talker(SlotEngine[_Session]):
         predictor = CodePredictor(
             config.talker["code_predictor_config"],
             weights,
-            rows=buckets_up_to(options.max_slots)[-1],
+            rows=buckets(1, options.max_slots)[-1],
             device=placement.device,
             dtype=dtype,
         )
@@ -261,14 +261,13 @@ class Talker(SlotEngine[_Session]):
     def _project(self) -> None:
         """Make the rows of all tokens that were told, by one pass: its launches cost more than its work."""
         told = [s for s in self._told.values() if self._sessions.get(s.id) is s]
-        self._told.clear()
-        if not told:
-            return
-        rows = iter(self._inputs.spoken([token for session in told for token in session.told]))
-        for session in told:
-            session.texts += islice(rows, len(session.told))
-            session.told.clear()
-            self._make_rows(session)
+        if told:
+            rows = iter(self._inputs.spoken([token for session in told for token in session.told]))
+            for session in told:
+                session.texts += islice(rows, len(session.told))
+                session.told.clear()
+                self._make_rows(session)
+        self._told.clear()  # last: what a failed pass has left is not forgotten
 
     def _make_rows(self, session: _Session) -> None:
         """Make every input row whose parts have come; a session with its first rows waits for a slot."""
