@@ -204,7 +204,7 @@ def check_exposure(listen: Listen, extra: Sequence[str] = ()) -> Finding:
 
 
 def bind(host: str, port: int, shared: bool = True) -> socket.socket:
-    """A socket bound as a server would bind it. shared: while nobody listens, others may have the port too."""
+    """A socket bound as a server would bind it. shared: others that do not listen may have it too."""
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     probe = socket.socket(family, socket.SOCK_STREAM)

@@ -108,6 +108,7 @@ class GraphTextEngine(TextEngine[T], Generic[T]):
             kernels=options.kernels,
             one_bucket=options.batch_invariant,
         )
+        self._steps.warm_up()
 
     @property
     def has_work(self) -> bool:

@@ -2,7 +2,8 @@
 
     logits ─► penalty, banned ids ─► ÷ temperature ─► min-p ─► scores
     scores ─┬─► the likeliest ─► top-k ─► top-p ─► + noise ─┬─► argmax
-            └─► all, where nothing limits them ─► + noise ──┘
+            ├─► all, where nothing limits them ─► + noise ──┤
+            └─► greedy ─────────────────────────────────────┘
 
 Rows that are drawn alike stand together, so that each group is a slice. Noise is made for what it is added
 to and for no more. Where top-p may reach beyond the likeliest, the host learns that with the token and draws
@@ -25,6 +26,7 @@ from tritone.engines.static_draw import penalise
 from tritone.engines.token_buffers import NOT_A_NUMBER, OUT_OF_REACH, TokenBuffers, TokenRow
 
 ALL = 0.0  # width of rows that nothing limits
+ONE = float(1 << 62)  # width of rows whose highest score is it
 NONE = math.inf  # width of rows that need no draw: the highest logit is it
 
 
@@ -61,7 +63,7 @@ class TokenDraw:
         """Among how many of the likeliest tokens a row is drawn: what rows are to be ordered by."""
         sampling, most = row.sampling, min(NUCLEUS_WIDTH, self._vocab_size)
         if sampling.temperature < GREEDY_BELOW:
-            return most if row.bars_end or sampling.repetition_penalty != 1.0 else NONE
+            return ONE if row.bars_end or sampling.repetition_penalty != 1.0 else NONE
         if NUCLEUS_WIDTH < sampling.top_k < self._vocab_size:
             return min(1 << (sampling.top_k - 1).bit_length(), self._vocab_size)
         return most if 0 < sampling.top_k < self._vocab_size or sampling.top_p < 1.0 else ALL
@@ -83,16 +85,17 @@ class TokenDraw:
         in_reach: list[Tensor] = []
         for width, size in groups:
             group = slice(first, first + size)
-            some, found = self._among(scores[group], group, int(width), reaches_on)
+            some, found = self._among(scores[group], group, width, reaches_on)
             tokens.append(some)
             in_reach.append(found)
             first = group.stop
         self._settle(drawn, torch.cat(tokens), torch.cat(in_reach))
         return scores if reaches_on else None
 
-    def redraw(self, row: TokenRow, scores: Tensor) -> int:
-        """The token of a row that was OUT_OF_REACH, of its scores float32 [V]."""
-        return int(sampler.draw_whole(scores.unsqueeze(0), [sampler.Row(row.sampling, row.draw)]).item())
+    def redraw(self, rows: Sequence[TokenRow], scores: Tensor) -> list[int]:
+        """The tokens of rows that were OUT_OF_REACH, of their scores float32 [B, V]."""
+        tokens = sampler.draw_whole(scores, [sampler.Row(row.sampling, row.draw) for row in rows])
+        return [int(token) for token in tokens.tolist()]
 
     def _scores(self, rows: Sequence[TokenRow], drawn: slice) -> Tensor:
         """Logits float32 [B, V] of rows, with all that comes before a limit."""
@@ -111,13 +114,14 @@ class TokenDraw:
             scores.masked_fill_(scores < least, -math.inf)
         return scores
 
-    def _among(self, scores: Tensor, rows: slice, width: int, reaches_on: bool) -> tuple[Tensor, Tensor]:
+    def _among(self, scores: Tensor, rows: slice, wide: float, reaches_on: bool) -> tuple[Tensor, Tensor]:
         """Tokens int64 [B] of scores [B, V], and bool [B]: whether each is certain."""
         buffers = self._buffers
         seeds, positions = buffers.seeds(rows), buffers.column("draw", rows).long()
-        if width == ALL:
-            tokens = self._noise.highest(scores, seeds, positions)
+        if wide in (ALL, ONE):
+            tokens = scores.argmax(-1) if wide == ONE else self._noise.highest(scores, seeds, positions)
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        width = int(wide)
         ranked, tokens = _likeliest(scores, width)
         limit = buffers.column("top_k", rows).unsqueeze(1)
         ranked = ranked.masked_fill(torch.arange(width, device=scores.device) >= limit, -math.inf)
@@ -126,10 +130,9 @@ class TokenDraw:
         if reaches_on:
             total = torch.where(is_limited, total, scores.logsumexp(-1, keepdim=True))
         ranked = keep_top_p(ranked, total, buffers.column("top_p", rows).unsqueeze(1))
-        greedy = (buffers.column("temperature", rows) < GREEDY_BELOW).unsqueeze(1)
-        noise = self._noise.of(tokens, seeds, positions).masked_fill(greedy, 0.0)
+        noise = self._noise.of(tokens, seeds, positions)
         chosen = tokens.gather(-1, (noise + ranked).argmax(-1, keepdim=True)).squeeze(-1)
-        in_reach = is_limited | greedy | (ranked[:, -1:] == -math.inf)
+        in_reach = is_limited | (ranked[:, -1:] == -math.inf)
         return chosen, in_reach.squeeze(1) | (width == self._vocab_size)
 
     def _settle(self, rows: slice, tokens: Tensor, in_reach: Tensor) -> None:

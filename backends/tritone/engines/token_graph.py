@@ -29,6 +29,7 @@ from tritone.engines.token_buffers import OUT_OF_REACH, TokenBuffers, TokenRow, 
 from tritone.engines.token_draw import PlainNoise, TokenDraw
 from tritone.networks.decoder import Decoder
 from tritone.networks.transfer import on_device
+from tritone.sampling import Sampling
 
 Program = Callable[[int], None]
 
@@ -86,13 +87,15 @@ class TokenFlight:
         if self._staging.done is not None:
             self._staging.done.synchronize()
         tokens: list[int] = self._staging.drawn[: len(self._rows)].tolist()
+        others = [number for number, token in enumerate(tokens) if token == OUT_OF_REACH]
+        if others:
+            assert self._scores is not None
+            redrawn = self._draw.redraw([self._rows[number] for number in others], self._scores[others])
+            for number, token in zip(others, redrawn, strict=True):
+                tokens[number] = token
         drawn = [Drawn(0, False)] * len(self._rows)
-        for number, (token, place) in enumerate(zip(tokens, self._order, strict=True)):
-            is_other = token == OUT_OF_REACH
-            if is_other:
-                assert self._scores is not None
-                token = self._draw.redraw(self._rows[number], self._scores[number])
-            drawn[place] = Drawn(token, is_other)
+        for number, place in enumerate(self._order):
+            drawn[place] = Drawn(tokens[number], number in others)
         return drawn
 
 
@@ -120,6 +123,16 @@ class TokenGraphs:
         # The largest first: the others then live in the memory that it has taken.
         captured = CudaGraphs(buffers.packed.device)
         self._replays = {rows: captured(partial(program, rows)) for rows in reversed(self._buckets)}
+
+    def warm_up(self) -> None:
+        """Draw in every way once, before the first session: first calls compile."""
+        for sampling in (
+            Sampling(temperature=0.0),
+            Sampling(temperature=1.0, top_k=0, top_p=1.0),
+            Sampling(temperature=1.0, top_k=50, top_p=0.9),
+        ):
+            row = TokenRow(slot=0, place=0, position=None, token=0, sampling=sampling, draw=1, bars_end=True)
+            self.launch([row]).tokens()
 
     @torch.inference_mode()
     def begin(self, slot: int, tokens: Sequence[int]) -> None:

@@ -40,7 +40,7 @@ def as_gumbel(bits):
 
 
 @triton.jit
-def _of(tokens, seeds, positions, noise, K: tl.constexpr, BK: tl.constexpr):
+def _of(tokens, seeds, positions, noise, K, BK: tl.constexpr):
     row = tl.program_id(0)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     inside = k < K

@@ -48,7 +48,7 @@ def answered(thinker: Thinker, sessions: int, prompt_tokens: int, tokens: int) -
         words = f"{i} " + "a" * prompt_tokens  # at full size about one token a byte
         messages = [{"role": "user", "content": [{"type": "text", "text": words}]}]
         limits = {"max_tokens": tokens, "ignore_eos": True, "seed": i}
-        sampling = {"temperature": 0.8 * (i % 2), "top_p": 0.9, **limits}
+        sampling = {"temperature": 0.8 * (i % 2), "top_k": 50, "top_p": 0.9, **limits}
         thinker.add_request(str(i), {"messages": json.dumps(messages)}, {"sampling": sampling})
         known[str(i)] = thinker._sessions[str(i)]
     firsts_s: dict[str, float] = {}

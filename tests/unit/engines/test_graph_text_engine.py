@@ -96,9 +96,10 @@ def test_tokens_that_the_device_could_not_tell_are_drawn_by_the_host(
     redrawn: list[int] = []
     redraw = engine._steps._draw.redraw
 
-    def noted(*given: Any) -> int:
-        redrawn.append(redraw(*given))
-        return redrawn[-1]
+    def noted(*given: Any) -> list[int]:
+        tokens = redraw(*given)
+        redrawn.extend(tokens)
+        return tokens
 
     monkeypatch.setattr(engine._steps._draw, "redraw", noted)
     assert crowd(engine) == expected

@@ -64,7 +64,7 @@ class Device:
             if tokens[i] == OUT_OF_REACH:
                 assert kept is not None
                 self.redrawn += 1
-                tokens[i] = self.draw.redraw(rows[i], kept[place])
+                [tokens[i]] = self.draw.redraw([rows[i]], kept[place : place + 1])
             elif tokens[i] >= 0:
                 assert self.buffers.last[rows[i].slot] == tokens[i]
         return tokens

@@ -30,6 +30,10 @@ OURS, PEER = "ours", "peer"
 END_S = 90.0
 
 
+class NotReady(RuntimeError):
+    """A server took longer to start than it was given."""
+
+
 @dataclass(frozen=True)
 class Served:
     """One that answers."""
@@ -233,12 +237,12 @@ def _until(
 ) -> None:
     deadline = time.monotonic() + timeout_s
     while not ready():
-        if process.poll() is not None or time.monotonic() > deadline:
-            ended = (
-                f"ended with status {process.returncode}" if process.poll() is not None else "is not ready"
-            )
+        is_late = time.monotonic() > deadline
+        if process.poll() is not None or is_late:
             tails = "".join(log.read_text(errors="replace")[-2000:] for log in logs if log.exists())
-            raise RuntimeError(f"the server {ended} after {timeout_s:g} s at most:\n{tails}")
+            if process.returncode is None:
+                raise NotReady(f"the server is not ready after {timeout_s:g} s:\n{tails}")
+            raise RuntimeError(f"the server ended with status {process.returncode}:\n{tails}")
         time.sleep(0.2)
 
 

@@ -68,6 +68,7 @@ def thinker_overrides(kind: str) -> tuple[str, ...]:
         "stage.thinker.engine.kind=vllm",
         f"stage.thinker.engine.prefill_chunk_tokens={VLLM_STEP_TOKENS}",
         f"stage.thinker.engine.engine_args.gpu_memory_utilization={VLLM_SHARE}",
+        "stage.thinker.env={VLLM_USE_FLASHINFER_SAMPLER: '0'}",  # it would be compiled at the start
     )
 
 
