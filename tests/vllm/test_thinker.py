@@ -151,13 +151,28 @@ def test_who_has_to_make_room_gives_the_same_answer(tight, torch_thinker, monkey
 
     monkeypatch.setattr(scheduler, "_preempt_request", count)
     settings = {"ignore_eos": True, "max_tokens": 48}
-    for name in TOGETHER:
+    for name in ("video_audio", "image_audio", "cut", "turns"):  # the order says who has to make room
         tight.ask(name, CASES[name], **settings)
-    tight.wait_for_media()
+        tight.wait_for_media()
     answers = tight.run(*TOGETHER)
     assert preempted, "the cache held all of them"
     for name, answer in answers.items():
         assert_equal(answer, torch_thinker.one(name, CASES[name], **settings))
+
+
+def test_media_of_a_remembered_prompt_are_read_again_when_it_is_forgotten(tight, torch_thinker):
+    settings = {"ignore_eos": True, "max_tokens": 48}
+    tight.one("before", CASES[MEDIA], **settings)
+    tight.ask("again", CASES[MEDIA], **settings)
+    tight.wait_for_media()
+    for _ in range(8):
+        tight.turn()
+    assert tight.engine._sessions["again"].cached_tokens > 0
+    engine = tight.engine._llm
+    assert engine.reset_prefix_cache(reset_running_requests=True)
+    engine.reset_encoder_cache()
+    answer = tight.run("again")["again"]
+    assert_equal(answer, torch_thinker.one("expected", CASES[MEDIA], **settings))
 
 
 # -- chance --------------------------------------------------------------------------------------------------

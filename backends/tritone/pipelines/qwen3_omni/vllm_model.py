@@ -132,7 +132,8 @@ class ThinkerOnVllm(theirs.Qwen3OmniMoeThinkerForConditionalGeneration):
         self._tower_model_names: list[str] = []
 
     def embed_multimodal(self, **given: Any) -> tuple[Tensor, ...]:
-        return tuple(given[ROWS]) if ROWS in given else ()
+        device = next(self.language_model.parameters()).device
+        return tuple(rows.to(device) for rows in given.get(ROWS, ()))
 
     if not TELLS_LAYERS:
         supports_eagle3 = True
