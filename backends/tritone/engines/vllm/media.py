@@ -56,8 +56,8 @@ def prompt_input(
         return given
     items: list[Any] = []
     for _, values in rows:
-        # What stays on the CPU stays with the request: from 0.32 on vLLM drops other data of a prompt that its
-        # cache holds, and lacks it when the prompt has lost its blocks and is read once more.
+        # What stays on the CPU stays with the request: from 0.32 on vLLM drops other data of prompts that its
+        # cache holds, and lacks it when such a prompt has lost its blocks and is read once more.
         field = {ROWS: MultiModalFieldConfig.batched(MODALITY, keep_on_cpu=True)}
         items += MultiModalKwargsItems.from_hf_inputs({ROWS: values[None]}, field)[MODALITY]
     given = mm_input(
