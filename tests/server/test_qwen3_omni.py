@@ -136,10 +136,9 @@ async def test_stages_in_one_process_and_code2wav_in_onnxruntime_give_the_same_s
     async with server.client(PIPELINE) as client:
         whole = {"initial_codec_chunk_frames": 4000, "codec_chunk_frames": 4000}
         cuts = ({}, whole, {"initial_codec_chunk_frames": 3, "codec_chunk_frames": 7})
-        names = ("stops", "image_audio")
-        answers = await asyncio.gather(*(ask(client, CASES[name], **cut) for name in names for cut in cuts))
-        for i, answer in enumerate(answers):
-            assert_equal(answer, names[i // len(cuts)])
+        answers = await asyncio.gather(*(ask(client, CASES["image_audio"], **cut) for cut in cuts))
+        for answer in answers:
+            assert_equal(answer, "image_audio")
         assert await sessions_left(client) == 0
 
 
