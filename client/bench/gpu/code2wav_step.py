@@ -12,15 +12,14 @@ differs bit by bit from a call.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from timing import milliseconds
 from tritone.networks.dummy_weights import DummyWeights
 from tritone.networks.waveform_decoder import WaveformDecoder
 from tritone.pipelines.qwen3_omni.code2wav import codec_config
@@ -29,24 +28,8 @@ from tritone.pipelines.qwen3_omni.wave_steps import Buckets
 
 DEVICE = "cuda:0"
 SAMPLES_HZ = 24000
-REPLAYS, WARM_UPS = 40, 5
 PRODUCT = 8192  # rows and columns of the large product
 COPIED = 1 << 30  # bytes
-
-
-def milliseconds(run: Callable[[], Any]) -> float:
-    """Median over REPLAYS."""
-    for _ in range(WARM_UPS):
-        run()
-    spans = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        spans.append((begin, end))
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in spans)
 
 
 def rates(dtype: torch.dtype) -> tuple[float, float]:

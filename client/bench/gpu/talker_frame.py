@@ -11,7 +11,6 @@ differs, or if the kernels are too far off.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from timing import milliseconds
 from tritone.engines.static_draw import DrawSettings
 from tritone.kernels.products import TWO_ROWS
 from tritone.networks.decoder import Decoder, DecoderConfig
@@ -34,7 +34,6 @@ from tritone.sampling import Sampling
 DEVICE = "cuda:0"
 SAMPLED = Sampling(temperature=0.9, top_k=50, repetition_penalty=1.05, seed=3)
 RESIDUAL = Sampling(temperature=1.0, top_k=50, top_p=0.8)
-REPLAYS, WARM_UPS = 40, 5
 FURTHEST = 1.5  # times as far from float32 as plain torch is, kernels fail
 
 
@@ -86,21 +85,6 @@ def requests(model: Model, rows: int, place: int, seed: int = 0) -> list[FrameRo
         FrameRow(slot, place, None, texts[slot], True, SAMPLED, 9, (), bars_end=True, is_last=False)
         for slot in range(rows)
     ]
-
-
-def milliseconds(replay: Any) -> float:
-    """Median over REPLAYS."""
-    for _ in range(WARM_UPS):
-        replay()
-    spans = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        replay()
-        end.record()
-        spans.append((begin, end))
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in spans)
 
 
 def scored_kernels(program: KernelProgram, rows: int) -> list[torch.Tensor]:

@@ -22,7 +22,6 @@ import itertools
 import os
 import statistics
 import sys
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -37,6 +36,7 @@ DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 
+from timing import milliseconds  # noqa: E402
 from tritone.checkpoint import read_config  # noqa: E402
 from tritone.engines.token_buffers import TokenBuffers, TokenRow  # noqa: E402
 from tritone.engines.token_draw import PlainNoise, TokenDraw  # noqa: E402
@@ -47,7 +47,6 @@ from tritone.sampling import Sampling  # noqa: E402
 
 BANDWIDTH = 4.8e12  # bytes a second, of an H200
 FEW_LAYERS = 8  # as many as fit in float32 beside bfloat16
-REPLAYS, WARM_UPS = (40, 5) if DEVICE != "cpu" else (3, 1)
 FURTHEST = 1.5  # times as far from float32 as plain torch is, kernels fail
 TINY = {
     "vocab_size": 500,
@@ -153,28 +152,6 @@ class Model:
         )
 
 
-def milliseconds(run: Callable[[], Any]) -> float:
-    """Median over REPLAYS."""
-    for _ in range(WARM_UPS):
-        run()
-    if DEVICE == "cpu":
-        spans_s = []
-        for _ in range(REPLAYS):
-            began_s = time.perf_counter()
-            run()
-            spans_s.append(time.perf_counter() - began_s)
-        return 1e3 * statistics.median(spans_s)
-    spans = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        spans.append((begin, end))
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in spans)
-
-
 def floor(model: Model, rows: int) -> tuple[float, float]:
     """Milliseconds to read once what a step of these rows needs, and active experts a layer."""
     config, item = model.decoder.config, model.decoder.cache.element_size()
@@ -264,7 +241,7 @@ def table(model: Model, programs: Mapping[str, type[Any]], sizes: list[int]) -> 
         steps = make()
         times[name] = {rows: _replayed(model, steps, rows) for rows in sizes}
         del steps
-    times["eager"] = {rows: milliseconds(lambda rows=rows: model.eagerly(rows)) for rows in sizes}  # type: ignore[misc]
+    times["eager"] = {rows: milliseconds(lambda rows=rows: model.eagerly(rows), DEVICE) for rows in sizes}  # type: ignore[misc]
     print("rows  " + "".join(f"{name:>11}" for name in (*times, "floor", "times")) + "  experts a layer")
     for rows in sizes:
         least, active = floor(model, rows)
@@ -275,7 +252,7 @@ def table(model: Model, programs: Mapping[str, type[Any]], sizes: list[int]) -> 
 
 def _replayed(model: Model, steps: TokenGraphs, rows: int) -> float:
     steps.launch(model.asked(rows)).tokens()
-    return milliseconds(steps._replays[bucket_of(steps, rows)])
+    return milliseconds(steps._replays[bucket_of(steps, rows)], DEVICE)
 
 
 # -- tiles -------------------------------------------------------------------------------------------------
