@@ -58,8 +58,7 @@ def test_a_sweep_counts_every_request_word_and_frame(server, bench, tmp_path):
         assert level.throughput.text_tokens_per_s == pytest.approx(90 / level.wall_s)
         assert set(level.stages) == {"writer", "singer", "wave"}
         assert level.finish_reasons == {"text": {"stop": 12}, "audio": {"stop": 12}}
-    tpot = levels[0].measure("text", "tpot_s")
-    assert 0.0015 < tpot.p50 < 0.05, "a word each 2 ms"
+        assert 0 < level.measure("text", "tpot_s").p50 < level.measure("text", "e2el_s").p50
     page = (tmp_path / "run.html").read_text()
     assert page.startswith("<!DOCTYPE html>") and page.rstrip().endswith("</html>")
     pictures = list((tmp_path / "plots").iterdir())
