@@ -1,15 +1,18 @@
 """In which sizes steps are captured, and what they hold in memory: from sizes alone and without torch.
 
-sizes ─┬─► static buffers: the very bytes of the tensors (token_buffers.py, prompt_graph.py)
+sizes ─┬─► static buffers: the very bytes of the tensors (token_buffers.py, prompt_*.py)
        └─► graphs, kernels, draws: at most, from the shapes of their largest tensors
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tritone.engines.memory import Term
 from tritone.networks.decoder_size import DecoderSize
 
-SHORTEST_GRAPH = 16  # rows of a piece of a prompt
+SHORTEST_GRAPH = 16  # rows of a piece of a prompt in plain torch
+FEWEST_PACKED = 128  # rows of pieces of prompts in kernels: fewer read nearly as many weights
 PACKED_BYTES = 64  # of a row of a step, what the host says of it
 SPLITS = 8  # sums that a kernel may leave to be added up, of a row
 SCORES = 6  # tensors of a score for each row and token that draws may have at a time, two steps on their way
@@ -20,28 +23,27 @@ GRAPHS_SPARE_BYTES = 128 * MIB  # that graphs take beyond what they compute in: 
 def token_graph_terms(
     size: DecoderSize, *, slots: int, context_tokens: int, piece: int, item: int, kernels: bool
 ) -> list[Term]:
-    """Beside weights, cache and tables. piece: rows of a prompt in a step. kernels: not in plain torch."""
-    rows, longest = buckets(1, slots)[-1], buckets(SHORTEST_GRAPH, piece)[-1]
+    """Beside weights, cache and tables. piece: rows of prompts in a step. kernels: not in plain torch."""
+    kernels = kernels and size.fits_kernels
+    rows, prompts = buckets(1, slots)[-1], PromptMemory.of(size, piece, slots, context_tokens, item, kernels)
     a_row = PACKED_BYTES + 4 * size.vocab + 4  # packed, logits, drawn
     a_slot = 8 + size.vocab  # the last token, and which were seen
-    buffers = rows * a_row + (slots + 1) * a_slot + prompt_buffer_bytes(size.hidden, longest, item)
+    buffers = rows * a_row + (slots + 1) * a_slot + prompts.buffers
     copied = 0 if kernels else 4 * rows * size.kv_heads * context_tokens * size.head_dim
-    passed = max(
-        size.pass_elements(longest, context_tokens), copied + size.pass_elements(rows, context_tokens)
-    )
-    computed = _kernel_bytes(size, rows, item) if kernels else 0
+    passed = copied + size.pass_elements(rows, context_tokens)
+    computed = max(prompts.computed, passed * item) + (_kernel_bytes(size, rows, item) if kernels else 0)
     scores = SCORES * rows * size.vocab * 4
     return [
         Term(
             "static buffers",
             buffers,
-            f"{rows} rows with {size.vocab:,} scores, {slots + 1} slots, {longest:,} rows of a prompt",
+            f"{rows} rows with {size.vocab:,} scores, {slots + 1} slots, {prompts.rows:,} rows of prompts",
             lower="max_slots",
         ),
         Term(
             "CUDA graphs",
-            passed * item + computed + scores + GRAPHS_SPARE_BYTES,
-            f"one pool: a pass of {longest:,} rows of a prompt or {rows} of answers, {SCORES} × {rows} × "
+            computed + scores + GRAPHS_SPARE_BYTES,
+            f"a pass of {prompts.rows:,} rows of prompts or {rows} of answers, {SCORES} × {rows} × "
             f"{size.vocab:,} scores, and {GRAPHS_SPARE_BYTES // MIB} MiB",
             is_exact=False,
             lower="prefill_chunk_tokens or max_slots",
@@ -57,9 +59,37 @@ def buckets(first: int, most: int) -> list[int]:
     return sizes
 
 
-def prompt_buffer_bytes(hidden: int, rows: int, item: int) -> int:
-    """Of PromptGraphs: rows, places int64, positions float32 [3]; slot and end."""
-    return rows * (hidden * item + 8 + 3 * 4) + 2 * 8
+class PromptMemory(NamedTuple):
+    """Bytes that graphs of pieces of prompts take."""
+
+    rows: int  # of the largest graph
+    buffers: int  # exact
+    computed: int  # at most
+
+    @classmethod
+    def of(
+        cls, size: DecoderSize, piece: int, slots: int, context_tokens: int, item: int, kernels: bool
+    ) -> PromptMemory:
+        """kernels: KernelPrompts; else PlainPrompts."""
+        if not kernels:
+            rows = buckets(SHORTEST_GRAPH, piece)[-1]
+            # Rows, places int64, positions float32 [3]; slot and end.
+            buffers = rows * (size.hidden * item + 8 + 3 * 4) + 2 * 8
+            return cls(rows, buffers, size.pass_elements(rows, context_tokens) * item)
+        rows = buckets(FEWEST_PACKED, piece)[-1]
+        # Rows, slots and places int32, positions float32 [3]; tiles of at least one row, and their count.
+        buffers = rows * (size.hidden * item + 2 * 4 + 3 * 4) + 16 * (rows + slots) + 4
+        return cls(rows, buffers, rows * _packed_row_bytes(size, item))
+
+
+def _packed_row_bytes(size: DecoderSize, item: int) -> int:
+    """Of what a pass keeps for a row (prompt_kernels.py, kernels/grouped_experts.py, prompt_attention.py)."""
+    heads = 3 * size.heads + 2 * size.kv_heads  # qkv, queries, attended
+    a_row = (3 * size.hidden + heads * size.head_dim) * item + 6 * size.head_dim * 4
+    pieces = -(-size.shared_inner // size.expert_inner) if size.shared_inner else 0
+    a_choice = (size.expert_inner + size.hidden) * item + 4 * 16  # chosen, its share, as sorted
+    dense = 4 * size.inner * item if size.mixed_layers < size.layers else 0
+    return a_row + (size.chosen + pieces) * a_choice + dense
 
 
 def _kernel_bytes(size: DecoderSize, rows: int, item: int) -> int:

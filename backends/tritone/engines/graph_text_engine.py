@@ -1,6 +1,6 @@
 """A text engine whose steps are CUDA graphs where there is a GPU; else the one that it is made of.
 
-    prompts ─► pieces, all their rows but the last ─┐
+    prompts ─► pieces, all their rows but the last ─┐          (of many prompts at once, where kernels can)
     last rows, and the tokens drawn since ──────────┴─► step k + 1 is launched ─► tokens of step k are told
 
 What is drawn is on the device the next row of its slot, so a step needs no word of the host's. Only when a
@@ -12,6 +12,7 @@ that hold more than text (`_is_text`) run operation by operation.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from tritone.engines.token_graph import TokenFlight, TokenGraphs
     from tritone.networks.decoder import Decoder, Span
 
-LEAST_PIECE = 128  # rows that a shorter piece of a prompt is counted as: it reads the same weights
+WORTH_WAITING = (
+    256  # rows that another prompt is about to read, too: a step costs less than to read them twice
+)
 
 
 @dataclass(frozen=True)
@@ -94,13 +97,20 @@ class GraphTextEngine(TextEngine[T], Generic[T]):
 
     def _capture(self, options: GraphOptions) -> None:
         """To be called once, before the first session, if steps are to be graphs."""
-        from tritone.engines.prompt_graph import PromptGraphs
+        from tritone.engines.prompt_graph import prompt_graphs
         from tritone.engines.token_buffers import NOT_A_NUMBER, TokenRow
         from tritone.engines.token_graph import token_graphs
 
         self._token_row, self._not_a_number = TokenRow, NOT_A_NUMBER
         self._overlaps = options.overlap
-        self._prompts = PromptGraphs(self._decoder, self._slot_options.prefill_chunk_tokens)
+        self._prompts = prompt_graphs(
+            self._decoder,
+            self._slot_options.prefill_chunk_tokens,
+            slots=self._slot_options.max_slots,
+            kernels=options.kernels,
+            one_bucket=options.batch_invariant,
+        )
+        self._reads_in_turn = not self._prompts.takes_many
         self._steps = token_graphs(
             self._decoder,
             sorted(self._eos_ids),
@@ -120,8 +130,8 @@ class GraphTextEngine(TextEngine[T], Generic[T]):
         """Whether rows of a prompt are embeddings of its tokens, and no more is wanted than their keys."""
         return True
 
-    def _positions(self, session: T, span: Span) -> Tensor | None:
-        """Positions of rows, float32 [3, n] on the host; None: of each its place."""
+    def _positions(self, sessions: Sequence[T], spans: Sequence[Span]) -> Tensor | None:
+        """Positions of rows, float32 [3, N] on the host; None: of each its place."""
         return None
 
     def _position(self, session: T, place: int) -> float | None:
@@ -142,29 +152,58 @@ class GraphTextEngine(TextEngine[T], Generic[T]):
             deltas += self._landed(self._on_their_way.popleft(), self._steps)
         return deltas
 
+    def _may_begin(self, session: T) -> bool:
+        """Not while another reads what this one could copy afterwards."""
+        if not super()._may_begin(session):
+            return False
+        return (
+            self._reads_in_turn
+            or not self._slots.reuse
+            or not any(
+                other.pending > 1 and self._is_worth_waiting(session, other)
+                for other in self._running.values()
+            )
+        )
+
+    def _is_worth_waiting(self, session: T, other: T) -> bool:
+        end = other.held.filled + WORTH_WAITING
+        most = min(len(other.keys), self._reusable(session))
+        return end <= most and other.keys[:end] == session.keys[:end]
+
     def _read_pieces(self) -> list[Delta]:
-        """Run pieces of prompts, one prompt after the other; what there is to say of those that begin."""
+        """Run pieces of prompts; what there is to say of those that begin behind them."""
+        assert self._prompts is not None
         most = left = self._slot_options.prefill_chunk_tokens
         deltas: list[Delta] = []
         while left > 0:
-            session = next((s for s in self._running.values() if s.pending > 1), None)
-            if session is None:
-                return deltas
-            count = min(session.pending - 1, most)
-            if count > left:
-                return deltas  # no piece is cut because of another: a short one costs nearly as much
-            self._read_piece(session, self._span(session.held.index, session.held.filled, count))
-            left -= max(count, LEAST_PIECE)
+            sessions, spans = [], []
+            for session in self._running.values():
+                count = min(session.pending - 1, most)
+                if 0 < count <= left:  # no piece is cut because of another
+                    sessions.append(session)
+                    spans.append(self._span(session.held.index, session.held.filled, count))
+                    left -= max(count, self._prompts.least_piece)
+            if not sessions:
+                break
+            self._run_pieces(sessions, spans)
             deltas += self._start_waiting()
         return deltas
 
-    def _read_piece(self, session: T, span: Span) -> None:
+    def _run_pieces(self, sessions: Sequence[T], spans: Sequence[Span]) -> None:
+        """Run pieces of prompts: those of text together."""
         assert self._prompts is not None
-        if self._is_text(session, span):
-            self._prompts.read(self._rows(session, span), span, self._positions(session, span))
-        else:
-            self._pass([session], [span])
-        session.held.filled = span.end
+        texts: list[tuple[T, Span]] = []
+        for session, span in zip(sessions, spans, strict=True):
+            if self._is_text(session, span):
+                texts.append((session, span))
+            else:
+                self._pass([session], [span])
+        if texts:
+            tokens = [token for session, span in texts for token in session.tokens[span.start : span.end]]
+            readers, read = [session for session, _ in texts], [span for _, span in texts]
+            self._prompts.read(self._decoder.embed(tokens), read, self._positions(readers, read))
+        for session, span in zip(sessions, spans, strict=True):
+            session.held.filled = span.end
 
     def _is_due(self, session: T) -> bool:
         """Its prompt has been read but for the last row, and not all tokens of its answer were launched."""

@@ -1,13 +1,16 @@
-"""Pieces of prompts as CUDA graphs: one launch a piece, one graph for each of some lengths.
+"""Pieces of prompts as CUDA graphs: one launch for many rows, one graph for each of some numbers of rows.
 
-    rows [n, H], slot, places ─► buffers of the next longer graph ─► layers ─► keys and values in the cache
+    rows [N, H], spans, positions ─► buffers of the next larger graph ─► layers ─► keys, values in the cache
 
-Rows that only fill a graph stand at the last place of the slot, which a prompt never reaches: the row that
-does stand there one day is the last of its sequence, and stores its own keys before it looks at any.
+`PlainPrompts` does so in plain torch, a span a launch: what the kernels (prompt_kernels.py), which take the
+spans of many sequences together, are held to.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -19,11 +22,30 @@ from tritone.networks.decoder import Decoder, Span
 from tritone.networks.transfer import on_device
 
 
-class PromptGraphs:
-    """Runs the rows of a prompt that nothing is drawn from."""
+class PromptGraphs(ABC):
+    """Runs the rows of prompts that nothing is drawn from."""
+
+    takes_many = True  # spans at a time; else one after the other
+    least_piece = 1  # rows that a shorter span is counted as: it takes as long
+
+    @abstractmethod
+    def read(self, rows: Tensor, spans: Sequence[Span], positions: Tensor | None) -> None:
+        """Run rows [N, H], laid out span after span, each of another slot.
+
+        positions: float32 [3, N], on the host; None: of each row its place.
+        """
+
+
+class PlainPrompts(PromptGraphs):
+    """Rows that only fill a graph stand at the last place of the slot, which a prompt never reaches: the row
+    that does stand there one day is the last of its sequence, and stores its own keys before it looks at any.
+    """
+
+    takes_many = False
+    least_piece = 128  # it reads all weights
 
     def __init__(self, decoder: Decoder, most_rows: int) -> None:
-        """decoder: with a cleared cache. most_rows: of a piece."""
+        """decoder: with a cleared cache. most_rows: of a span."""
         self._decoder = decoder
         self._lengths = buckets(SHORTEST_GRAPH, most_rows)
         longest, device = self._lengths[-1], decoder.device
@@ -36,8 +58,14 @@ class PromptGraphs:
         self._replays = {n: captured(partial(self._program, n)) for n in reversed(self._lengths)}
 
     @torch.inference_mode()
-    def read(self, rows: Tensor, span: Span, positions: Tensor | None) -> None:
-        """Run rows [n, H], which stand where the span says; positions: float32 [3, n], on the host."""
+    def read(self, rows: Tensor, spans: Sequence[Span], positions: Tensor | None) -> None:
+        first = 0
+        for span in spans:
+            some = slice(first, first + span.count)
+            self._read(rows[some], span, None if positions is None else positions[:, some])
+            first += span.count
+
+    def _read(self, rows: Tensor, span: Span, positions: Tensor | None) -> None:
         length = next(length for length in self._lengths if length >= span.count)
         places = [*range(span.start, span.end), *[self._last] * (length - span.count)]
         device = self._decoder.device
@@ -55,3 +83,19 @@ class PromptGraphs:
         self._decoder.step(
             self._rows[:length], slot, places.unsqueeze(0), end, positions[0] if plain else positions
         )
+
+
+def prompt_graphs(
+    decoder: Decoder, most_rows: int, *, slots: int, kernels: bool, one_bucket: bool
+) -> PromptGraphs:
+    """Pieces of prompts of `slots` sessions through a decoder that has one slot more, and a cleared cache.
+
+    kernels: not in plain torch, where there are kernels for what the decoder computes.
+    """
+    if kernels and importlib.util.find_spec("triton"):
+        from tritone.engines.prompt_kernels import KernelPrompts
+        from tritone.kernels.layers import can_run
+
+        if can_run(decoder.config):
+            return KernelPrompts(decoder, most_rows, slots=slots, one_bucket=one_bucket)
+    return PlainPrompts(decoder, most_rows)

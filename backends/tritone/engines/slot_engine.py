@@ -2,9 +2,9 @@
 
     session ─► [prompt becomes known] ─► waits ─► gets a slot ─► prompt, in pieces ─► a draw a step ─► done
 
-One step is the next row of every session that has one, together with a piece of the one prompt that is being
-read. Running streams therefore keep their pace while others arrive, and two prompts with the same beginning
-are read one after the other, so that the second finds the beginning done.
+One step is the next row of every session that has one, together with pieces of prompts, as many rows as
+`prefill_chunk_tokens` says. Running streams therefore keep their pace while others arrive. Two prompts with the
+same beginning are read one after the other, so that the second finds the beginning done.
 
 A *row* is one position of a sequence: a token of text, a code frame, a patch of a picture. Subclasses say
 what the rows of a session are, how they are run, and what is drawn from them.
@@ -16,7 +16,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tritone.engines.base import PREFILL, QUEUED, Delta
 from tritone.engines.session_engine import SessionEngine
@@ -104,7 +104,7 @@ S = TypeVar("S", bound=SlotSession)
 class SlotEngine(SessionEngine[S], Generic[S]):
     """The sessions' queue and their slots. `_decoder` runs the rows."""
 
-    _reads_in_turn: ClassVar[bool] = True  # one prompt after the other
+    _reads_in_turn = True  # one prompt after the other
 
     def __init__(self, options: SlotOptions, decoder: Decoder, reuse: bool) -> None:
         """reuse: start a prompt from what a slot remembers of one that begins with the same keys."""
@@ -193,8 +193,8 @@ class SlotEngine(SessionEngine[S], Generic[S]):
         self.note_phase(session.id, QUEUED)
         self._waiting.append(session)
 
-    def _may_begin(self) -> bool:
-        """Whether one more prompt is to be read now."""
+    def _may_begin(self, session: S) -> bool:
+        """Whether the prompt of a session that waits is to be read now, beside others or not."""
         if self._reads_in_turn:
             return all(s.pending <= 1 for s in self._running.values())
         unread = sum(max(0, s.pending - 1) for s in self._running.values())
@@ -203,9 +203,9 @@ class SlotEngine(SessionEngine[S], Generic[S]):
     # -- inside a step --------------------------------------------------------------------------------------
 
     def _start_waiting(self) -> list[Delta]:
-        """Give slots to those who wait, until one of them has a prompt to read."""
+        """Give slots to those who wait, until there is enough to read."""
         deltas: list[Delta] = []
-        while self._waiting and self._slots.free and self._may_begin():
+        while self._waiting and self._slots.free and self._may_begin(self._waiting[0]):
             session = self._waiting.popleft()
             session.slot, source = self._slots.take(session.id, session.keys, self._reusable(session))
             session.cached_tokens = session.slot.filled

@@ -26,7 +26,7 @@ class Slots:
         """reuse: start from what other slots remember."""
         self.all = [Slot(index) for index in range(count)]
         self._free = list(self.all)  # in order of use
-        self._reuse = reuse
+        self.reuse = reuse
 
     @property
     def free(self) -> int:
@@ -39,7 +39,7 @@ class Slots:
         from it.
         """
         slot, source, shared = self._free[0], None, 0
-        if self._reuse:
+        if self.reuse:
             source = max(self.all, key=lambda slot: _shared(slot, tokens))
             shared = min(_shared(source, tokens), len(tokens) - 1, len(tokens) if most is None else most)
             if source.owner is None and source.filled == shared:

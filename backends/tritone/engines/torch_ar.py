@@ -83,14 +83,13 @@ class TorchEngine(GraphTextEngine[_Session]):
             Term("KV cache", num_bytes, how, lower="max_slots or max_context_tokens"),
         ]
         if graphs:
-            # Most of these shapes are none that kernels compute.
             return terms + token_graph_terms(
                 size,
                 slots=options.max_slots,
                 context_tokens=options.max_context_tokens,
                 piece=options.prefill_chunk_tokens,
                 item=item,
-                kernels=False,
+                kernels=options.kernels,
             )
         return [*terms, Term("activations", held, f"a pass of {rows:,} rows", False, "prefill_chunk_tokens")]
 

@@ -178,7 +178,7 @@ def _active_up(
         base = gate_up + expert.to(tl.int64) * (2 * INNER * H)
         into = inner + number * BM * INNER + n[None, :]
         if BG == BM:
-            out = _glu(x, base, m, in_m, n, in_n, H, INNER, BM, BN, BK, STAGES) * share[:, None]
+            out = glu(x, base, m, in_m, n, in_n, H, INNER, BM, BN, BK, STAGES) * share[:, None]
             tl.store(into + m[:, None] * INNER, out.to(inner.dtype.element_ty), mask=in_n[None, :])
         else:
             g = tl.arange(0, BG)
@@ -192,13 +192,13 @@ def _active_up(
                 row = tl.sum(tl.where(taken, m[None, :], 0), 1)
                 some = tl.sum(tl.where(taken, share[None, :], 0.0), 1)
                 in_g = first + g < rows
-                out = _glu(x, base, row, in_g, n, in_n, H, INNER, BG, BN, BK, STAGES) * some[:, None]
+                out = glu(x, base, row, in_g, n, in_n, H, INNER, BG, BN, BK, STAGES) * some[:, None]
                 at = into + row[:, None] * INNER
                 tl.store(at, out.to(inner.dtype.element_ty), mask=in_g[:, None] & in_n[None, :])
 
 
 @triton.jit
-def _glu(
+def glu(
     x, base, row, in_row, n, in_n,
     H: tl.constexpr, INNER: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,

@@ -14,9 +14,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which takes its time for every program
 MOST_ROWS = 64  # of a tile of gemm
+MOST_GROUPED = 128  # rows of a tile of those that chose an expert
 MOST_SPLITS = 4
 
-Kind: TypeAlias = Literal["gemv", "gemm", "gemm_parts", "experts_up", "experts_down"]
+Kind: TypeAlias = Literal[
+    "gemv", "gemm", "gemm_parts", "experts_up", "experts_down", "grouped_up", "grouped_down"
+]
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,10 @@ MEASURED: dict[Shape, Tile] = {}
 
 
 def tile_of(kind: Kind, rows: int, inner: int, outer: int) -> Tile:
-    """For y [rows, outer] of x [rows, inner]; outer: without the gates of a GLU."""
+    """For y [rows, outer] of x [rows, inner]; outer: without the gates of a GLU.
+
+    Of what is grouped, the rows of an expert if all had as many.
+    """
     shape = Shape(kind, height(kind, rows), inner, outer)
     return MEASURED.get(shape) or _RULES[kind](shape)
 
@@ -53,7 +59,9 @@ def height(kind: Kind, rows: int) -> int:
     if kind == "gemv":
         return rows
     whole = max(16, _power_of_two(rows))
-    return whole if kind in ("experts_up", "experts_down") else min(MOST_ROWS, whole)
+    if kind in ("experts_up", "experts_down"):
+        return whole
+    return min(MOST_GROUPED if kind in ("grouped_up", "grouped_down") else MOST_ROWS, whole)
 
 
 def _gemv(shape: Shape) -> Tile:
@@ -84,12 +92,26 @@ def _experts_down(shape: Shape) -> Tile:
     return Tile(64, _depth(shape), 4, 4) if shape.height > 32 else Tile(32, _depth(shape), 4, 4)
 
 
+def _grouped_up(shape: Shape) -> Tile:
+    if INTERPRETED:
+        return Tile(256, _power_of_two(shape.inner), 4)
+    return Tile(64, min(64, _depth(shape)), 8 if shape.height > 64 else 4, 4)
+
+
+def _grouped_down(shape: Shape) -> Tile:
+    if INTERPRETED:
+        return Tile(256, _power_of_two(shape.inner), 4)
+    return Tile(128 if shape.height > 32 else 64, min(64, _depth(shape)), 8 if shape.height > 64 else 4, 4)
+
+
 _RULES = {
     "gemv": _gemv,
     "gemm": _gemm,
     "gemm_parts": _gemm_parts,
     "experts_up": _experts_up,
     "experts_down": _experts_down,
+    "grouped_up": _grouped_up,
+    "grouped_down": _grouped_down,
 }
 
 

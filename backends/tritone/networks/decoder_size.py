@@ -33,6 +33,7 @@ class DecoderSize:
     shared_inner: int  # of the expert that every row goes through; 0 if there is none
     dense_layers: int  # that have an MLP among layers with experts
     axes: int  # positions of a row: 1, or 3 of multimodal RoPE
+    fits_kernels: bool  # as far as config.json says (kernels/layers.py)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderSize:
@@ -60,6 +61,7 @@ class DecoderSize:
                 shared_inner=int(config.get("shared_expert_intermediate_size") or 0) if experts else 0,
                 dense_layers=sum(i in named or (i + 1) % step != 0 for i in range(layers)) if experts else 0,
                 axes=3 if "mrope_section" in rope else 1,
+                fits_kernels="qwen3" in str(config.get("model_type")) and not config.get("attention_bias"),
             )
         except (KeyError, TypeError, ValueError) as fault:
             raise ConfigError(

@@ -39,13 +39,17 @@ class Rotary:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each [N, 1, D], of positions [N] or [3, N]; computed in float32 whatever the dtype."""
+        angles = self.angles(positions).unsqueeze(1)
+        return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """float32 [N, D] of positions [N] or [3, N]."""
         if positions.dim() == 1:
             turned_by = positions.float().unsqueeze(1)
         else:
             assert self._axes is not None, "this decoder has positions of one dimension"
             turned_by = positions.float().t().index_select(1, self._axes)
-        angles = (turned_by * self.frequencies).unsqueeze(1)
-        return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+        return turned_by * self.frequencies
 
 
 def rope_parameters(config: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritone.ports import Array
+
 
 def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of `values`, nested as its dimensions are.
@@ -17,3 +19,9 @@ def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -
     """
     made = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return made.to(device, non_blocking=True)
+
+
+def array_on_device(array: Array, device: torch.device) -> Tensor:
+    """The same for a contiguous array of numbers, of its dtype."""
+    made = torch.from_numpy(array)
+    return (made.pin_memory() if device.type == "cuda" else made).to(device, non_blocking=True)

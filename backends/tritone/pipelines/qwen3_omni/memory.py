@@ -21,10 +21,9 @@ from tritone.engines.graph_memory import (
     GRAPHS_SPARE_BYTES,
     MIB,
     PACKED_BYTES,
-    SHORTEST_GRAPH,
     SPLITS,
+    PromptMemory,
     buckets,
-    prompt_buffer_bytes,
     token_graph_terms,
 )
 from tritone.engines.memory import FILES_FACTOR, ITEM_BYTES, Ground, Term, gpu_share, product
@@ -183,20 +182,31 @@ def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
         rows = options.prefill_chunk_tokens + options.max_slots
         held = size.pass_elements(rows, context) * item
         return [*terms, Term("activations", held, f"a pass of {rows:,} rows", False, "prefill_chunk_tokens")]
-    rows = buckets(SHORTEST_GRAPH, options.prefill_chunk_tokens)[-1]
-    buffers = _frame_buffers(sizes, frames, options.max_slots, item)
-    buffers += prompt_buffer_bytes(size.hidden, rows, item)
-    copied = 0 if options.kernels else 4 * frames * size.kv_heads * context * size.head_dim
-    held = max(size.pass_elements(rows, context), copied + size.pass_elements(frames, context)) * item
+    kernels = options.kernels and size.fits_kernels and predictor.fits_kernels
+    prompts = PromptMemory.of(
+        size,
+        options.prefill_chunk_tokens,
+        options.max_slots,
+        context,
+        item,
+        options.kernels and size.fits_kernels,
+    )
+    buffers = _frame_buffers(sizes, frames, options.max_slots, item) + prompts.buffers
+    copied = 0 if kernels else 4 * frames * size.kv_heads * context * size.head_dim
+    held = max(prompts.computed, (copied + size.pass_elements(frames, context)) * item)
     return [
         *terms,
         Term(
-            "static buffers", buffers, f"of {frames} frames and {rows} rows of a prompt", False, "max_slots"
+            "static buffers",
+            buffers,
+            f"of {frames} frames and {prompts.rows} rows of prompts",
+            False,
+            "max_slots",
         ),
         Term(
             "CUDA graphs",
             held + GRAPHS_SPARE_BYTES,
-            f"one pool: a pass of {rows} rows or {frames} frames, and {GRAPHS_SPARE_BYTES // MIB} MiB",
+            f"a pass of {prompts.rows} rows or {frames} frames, and {GRAPHS_SPARE_BYTES // MIB} MiB",
             False,
             "prefill_chunk_tokens",
         ),

@@ -42,6 +42,7 @@ from tritone.sampling import Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tritone.engines.prompt_graph import PromptGraphs
     from tritone.networks.decoder import Span
     from tritone.pipelines.qwen3_omni.frame import Flight, FrameRow
     from tritone.pipelines.qwen3_omni.positions import PromptPositions
@@ -127,7 +128,7 @@ class Talker(SlotEngine[_Session]):
     def __init__(self, placement: Placement, options: TalkerOptions) -> None:
         torch = prepared_torch(placement)
         from tritone.engines.graph_memory import buckets
-        from tritone.engines.prompt_graph import PromptGraphs
+        from tritone.engines.prompt_graph import prompt_graphs
         from tritone.networks.decoder import Decoder, DecoderConfig
         from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
@@ -180,7 +181,13 @@ class Talker(SlotEngine[_Session]):
         self._frames: Frames = EagerFrames(decoder, predictor, codec)
         self._prompts: PromptGraphs | None = None
         if graphs:
-            self._prompts = PromptGraphs(decoder, options.prefill_chunk_tokens)
+            self._prompts = prompt_graphs(
+                decoder,
+                options.prefill_chunk_tokens,
+                slots=options.max_slots,
+                kernels=options.kernels,
+                one_bucket=options.batch_invariant,
+            )
             self._frames = graph_frames(
                 decoder,
                 predictor,
@@ -345,14 +352,12 @@ class Talker(SlotEngine[_Session]):
                 left -= count
         if not sessions:
             return
-        rows = [self._rows(s, span) for s, span in zip(sessions, spans, strict=True)]
-        prompts = [session.positions for session in sessions]
+        rows = self._joined([self._rows(s, span) for s, span in zip(sessions, spans, strict=True)])
+        positions = self._positions_of([session.positions for session in sessions], spans)
         if self._prompts is None:
-            positions = self._positions_of(prompts, spans)
-            self._decoder.forward(self._joined(rows), spans, positions=positions)
+            self._decoder.forward(rows, spans, positions=positions)
         else:
-            for piece, span, prompt in zip(rows, spans, prompts, strict=True):
-                self._prompts.read(piece, span, self._positions_of([prompt], [span]))
+            self._prompts.read(rows, spans, positions)
         for session, span in zip(sessions, spans, strict=True):
             session.held.filled = span.end
 

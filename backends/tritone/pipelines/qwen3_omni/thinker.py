@@ -116,7 +116,7 @@ class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
         passed = self._decoder.forward(
             self._joined(parts),
             spans,
-            positions=self._positions_of([self._prompt_of(session).positions for session in sessions], spans),
+            positions=self._positions(sessions, spans),
             additions=[(self._torch.cat(rows), self._torch.cat(values)) for rows, values in additions],
             tap=self._config.accept_hidden_layer if tapped else None,
         )
@@ -132,8 +132,8 @@ class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
         low, high = np.searchsorted(media.index, (span.start, span.end))
         return bool(low == high)
 
-    def _positions(self, session: ThinkerSession, span: Span) -> Tensor | None:
-        return self._positions_of([self._prompt_of(session).positions], [span])
+    def _positions(self, sessions: Sequence[ThinkerSession], spans: Sequence[Span]) -> Tensor | None:
+        return self._positions_of([self._prompt_of(session).positions for session in sessions], spans)
 
     def _position(self, session: ThinkerSession, place: int) -> float | None:
         positions = self._prompt_of(session).positions
