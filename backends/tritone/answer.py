@@ -54,6 +54,8 @@ class Answer:
         self._sounds: list[Array] = []  # float32, kept only for a whole answer
         self.finish_reasons: dict[str, str] = {}
         self._said = ""  # text that was sent
+        self._deltas: list[str] = []  # text that is still to be sent, all in one response
+        self._delta_tokens = 0  # behind it
         self._again_text, self._again_samples = "", 0  # what is made again and was sent before
         self._unsent: list[bytes] = []  # encoded, of the streamed file
         self._makes_file = request.audio_format in FILE_FORMATS and "audio" in request.modalities
@@ -85,6 +87,8 @@ class Answer:
         """The stages begin again from the same seed: what they say is new only from where it was on."""
         self._texts.clear()
         self._text_tokens.clear()
+        self._deltas.clear()
+        self._delta_tokens = 0
         self.num_text_tokens = self.num_text_tokens if self._request.stream else 0
         self._sounds.clear()
         if self._request.stream:
@@ -93,7 +97,7 @@ class Answer:
             self._offset = 0
 
     def text(self, delta: str, num_tokens: int = 0) -> None:
-        """A text delta: whole characters.
+        """A text delta: whole characters. It goes out with the next `flush`, or before sound or the end does.
 
         Raises EngineLost when what is made again differs from what was sent.
         """
@@ -103,12 +107,24 @@ class Answer:
         self._again_text, delta = self._again_text[len(known) :], delta[len(known) :]
         if known and not delta:
             return
+        if self._request.stream:
+            self._deltas.append(delta)
+            self._delta_tokens += num_tokens
+            return
         self.pace.note("text")
         self.num_text_tokens += num_tokens
-        if not self._request.stream:
-            self._texts.append(delta)
-            self._text_tokens.append(num_tokens)
+        self._texts.append(delta)
+        self._text_tokens.append(num_tokens)
+
+    def flush(self) -> None:
+        """Send the text that has come: a response costs the same for one token and for several."""
+        if not self._deltas:
             return
+        delta, num_tokens = "".join(self._deltas), self._delta_tokens
+        self._deltas.clear()
+        self._delta_tokens = 0
+        self.pace.note("text")
+        self.num_text_tokens += num_tokens
         self._said += delta
         tensors = {"text_output": c.TEXT_OUTPUT.pack(delta)}
         if self._request.return_num_output_tokens:
@@ -122,6 +138,7 @@ class Answer:
         samples = samples[known:]
         if not len(samples):
             return
+        self.flush()
         self.pace.note("audio")
         offset, self._offset = self._offset, self._offset + len(samples)
         if not self._request.stream:
@@ -144,6 +161,7 @@ class Answer:
         stage_usage: what each stage that has ended counted. writer: the stage whose tokens are the text's.
         trace_id: of the request's spans, "" if none are recorded.
         """
+        self.flush()
         usage = {**_summary(stage_usage, writer), "audio_s": round(self.audio_s, 6), "stages": stage_usage}
         info: dict[str, Any] = {"usage": usage, "seed": self._request.seed}
         if trace_id:

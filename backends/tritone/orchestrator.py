@@ -268,8 +268,12 @@ class Orchestrator:
                             self._note_end(session, message)
                         case wire.Delivered(source=source):
                             session.undelivered.discard(self._stage_names[source])
+                    if session.mail.empty():
+                        session.answer.flush()  # behind its stages it sends them together
         except BaseExceptionGroup as group_error:
             raise _first(group_error) from None
+        finally:
+            session.answer.flush()
 
     async def _mail(self, session: Session) -> AsyncIterator[Any]:
         """What the stages send, until each has finished. Raises what a stage failed with."""

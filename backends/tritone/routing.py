@@ -43,14 +43,21 @@ class Routing:
         return len({producer for producer, consumer in self._targets if consumer == name})
 
     def routes(
-        self, stage: Stage, models: Mapping[str, str], endpoints: Mapping[str, str], inbox: str
+        self,
+        stage: Stage,
+        models: Mapping[str, str],
+        endpoints: Mapping[str, str],
+        inbox: str,
+        frame_sizes: tuple[int, ...] = (),
     ) -> list[Route]:
         """Where the outputs of `stage` go.
 
         models: Triton model by stage; endpoints: engine address by open stage; inbox: the orchestrator's.
+        frame_sizes: of the chunks that frames are cut into, if they may wait until they fill one.
         """
         to_stages: dict[str, dict[str, str]] = {}
         to_inbox: dict[str, str] = {}
+        frames: set[str] = set()
         if self._makes_modality(stage):
             to_inbox = {
                 port.name: port.name
@@ -62,10 +69,13 @@ class Routing:
                 continue
             if self._pipeline.stage(consumer).batching is Batching.TRITON:
                 to_inbox[port] = port
+                frames |= {port} if target == FRAMES else set()
             else:
                 to_stages.setdefault(consumer, {})[port] = target
         routes = [Route(endpoints[name], models[name], ports) for name, ports in to_stages.items()]
-        return [*routes, Route(inbox, "", to_inbox)] if to_inbox else routes
+        if to_inbox:
+            routes.append(Route(inbox, "", to_inbox, frame_sizes if set(to_inbox) == frames else ()))
+        return routes
 
     def chunk_inputs(self, producer: str, values: Mapping[str, Any], consumer: str) -> dict[str, Any]:
         """What a piece of `producer` holds for the Triton-batched stage `consumer`, by its input port."""

@@ -21,7 +21,7 @@ from tritone.pipeline import Batching, Stage
 from tritone.ports import Array, by_name
 from tritone.routing import FRAMES, SEGMENT_END
 from tritone.session import Session
-from tritone.stream import FrameChunk
+from tritone.stream import FrameChunk, sizes_of
 from tritone.timeline import Call
 
 if TYPE_CHECKING:
@@ -56,13 +56,15 @@ class StageCalls:
     async def open(self, session: Session, stage: Stage, inbox: str) -> str:
         """The address of the engine that has the session now. inbox: where its outputs go."""
         call, ports = session.plan[stage.name], by_name(stage.inputs)
+        is_whole = self._deploy.mode == "sync"
+        sizes = () if is_whole else sizes_of(session.request.chunks)
         control = OpenSession(
             session=session.id,
             inbox=inbox,
             sources=session.routing.num_sources(stage.name),
             settings=dict(call.settings),
-            routes=session.routing.routes(stage, self.models, session.endpoints, inbox),
-            whole=self._deploy.mode == "sync",
+            routes=session.routing.routes(stage, self.models, session.endpoints, inbox, sizes),
+            whole=is_whole,
             trace=session.trace.stage(stage.name),
         )
         inputs = {ports[name]: value for name, value in call.inputs.items()}

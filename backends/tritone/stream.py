@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +64,35 @@ class FrameBuffer:
         self._wanted_frames = size_after(self._wanted_frames, self._sizes)
         self._in_segment = not segment_end
         return FrameChunk(frames, segment_end, last=False)
+
+
+class FrameGate:
+    """Frames of one session that wait where they are made until they fill a chunk.
+
+    Before that nobody could use them, and one by one they would cost an orchestrator of many streams most of
+    its time. Where frames are slow they go out all the same, so that a stream is never silent for long.
+    """
+
+    def __init__(self, sizes: Sequence[int], longest_s: float = 0.5) -> None:
+        """sizes: of the first chunks, in order; the last one is that of all others. longest_s: of a wait."""
+        self._sizes = itertools.chain(sizes, itertools.repeat(sizes[-1]))
+        self._longest_s = longest_s
+        self._held: list[Array] = []
+        self._since_s = 0.0  # when the first of them came
+        self._missing = next(self._sizes)  # frames until the chunk is full
+
+    def push(self, frames: Array | None, last: bool, now_s: float) -> Array | None:
+        """The frames [F, ...] that go out now; None: these wait, too. last: none follow."""
+        if frames is not None:
+            self._since_s = self._since_s if self._held else now_s
+            self._held.append(frames)
+            self._missing -= len(frames)
+        if not self._held or not (last or self._missing <= 0 or now_s - self._since_s >= self._longest_s):
+            return None
+        while self._missing <= 0:
+            self._missing += next(self._sizes)
+        held, self._held = self._held, []
+        return held[0] if len(held) == 1 else np.concatenate(held)
 
 
 def size_after(size: int, chunks: Chunks) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tritone import wire
 from tritone.connectors.base import Delivery
 from tritone.engines.base import QUEUED
+from tritone.stream import FrameGate
 from tritone.tracing import NO_SPAN, Attribute, Span
 
 NO_USAGE: Mapping[str, int | float] = {}
@@ -29,6 +30,7 @@ class Seat:
     steps: int = 0  # that gave it something
     companions: int = 0  # sessions that those steps gave something, all added up
     numbers: dict[int, int] = field(default_factory=dict)  # pieces sent, by index of the route
+    gates: dict[int, FrameGate] = field(default_factory=dict)  # by index of a route whose frames may wait
     whole: bool = False  # the engine gets nothing before all sources have ended
     held: list[Delivery] = field(default_factory=list)  # what came until then, in order
     busy: list[tuple[float, float]] = field(default_factory=list)  # when the engine computed meanwhile

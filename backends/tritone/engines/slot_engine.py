@@ -3,8 +3,8 @@
     session ─► [prompt becomes known] ─► waits ─► gets a slot ─► prompt, in pieces ─► a draw a step ─► done
 
 One step is the next row of every session that has one, together with pieces of prompts, as many rows as
-`prefill_chunk_tokens` says. Running streams therefore keep their pace while others arrive. Two prompts with the
-same beginning are read one after the other, so that the second finds the beginning done.
+`prefill_chunk_tokens` says. Running streams therefore keep their pace while others arrive. Two prompts with
+the same beginning are read one after the other, so that the second finds the beginning done.
 
 A *row* is one position of a sequence: a token of text, a code frame, a patch of a picture. Subclasses say
 what the rows of a session are, how they are run, and what is drawn from them.

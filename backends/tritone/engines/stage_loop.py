@@ -24,6 +24,7 @@ from tritone.engines.peers import Peers
 from tritone.engines.seat import NO_USAGE, Seat
 from tritone.engines.stage_stream import StageStream
 from tritone.errors import Cancelled, EngineLost, TritoneError, Unavailable
+from tritone.stream import FrameGate
 from tritone.tracing import Tracer
 
 log = logging.getLogger("tritone.engine")
@@ -128,6 +129,11 @@ class StageLoop(Loop):
             message.sources,
             now,
             now,
+            gates={
+                index: FrameGate(route.frame_sizes)
+                for index, route in enumerate(message.routes)
+                if route.frame_sizes
+            },
             whole=message.whole,
             span=self._tracer.child(f"session {self.model}", message.trace, began_s=now),
         )
@@ -273,6 +279,8 @@ class StageLoop(Loop):
             values = {
                 target: delta.outputs[port] for port, target in route.ports.items() if port in delta.outputs
             }
+            if index in seat.gates:
+                values = self._gated(seat.gates[index], route, values, last, now)
             if not values and not last:
                 continue
             number = seat.numbers.get(index, 0)
@@ -291,6 +299,13 @@ class StageLoop(Loop):
                 self._undelivered[delta.session] = seat
             self._flush(seat.inbox)
             self._peers.send(seat.inbox, self._finished(delta, seat, now, is_delivered))
+
+    def _gated(
+        self, gate: FrameGate, route: wire.Route, values: dict[str, Value], last: bool, now: float
+    ) -> dict[str, Value]:
+        [port] = route.ports.values()
+        frames = gate.push(np.asarray(values[port]) if port in values else None, last, now)
+        return {} if frames is None else {port: frames}
 
     def _finished(self, delta: Delta, seat: Seat, now: float, is_delivered: bool) -> wire.Finished:
         reason, usage = delta.finish_reason or "stop", dict(delta.usage)

@@ -30,6 +30,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     address: str  # socket of the consumer
     stage: str  # consuming stage's Triton model, "" for the orchestrator
     ports: dict[str, str]  # output port of the producer to input port of the consumer
+    frame_sizes: tuple[int, ...] = ()  # of the chunks that its one port, frames, is cut into; see FrameGate
 
 
 class Open(Message, frozen=True):

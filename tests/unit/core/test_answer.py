@@ -118,3 +118,32 @@ async def test_without_a_writer_no_stage_speaks_for_the_text():
     usage = json.loads(last["info"][0])["usage"]
     assert set(usage) == {"audio_s", "stages"} and usage["stages"]["talker"]["prompt_tokens"] == 90
     assert int(last["num_input_tokens"][0]) == 0
+
+
+async def test_text_that_came_together_goes_out_together_and_before_all_else():
+    made, responses = answer(stream=True, return_num_output_tokens=True)
+    for word in ("one ", "two "):
+        made.text(word, 1)
+    assert not responses
+    made.flush()
+    made.flush()
+    for word in ("three ", "four"):
+        made.text(word, 1)
+    await made.audio(tone(300))
+    await made.done(USAGE, "thinker")
+    texts = [(str(t["event"][0], "utf8"), t["text_output"][0]) for t, _ in responses]
+    assert texts == [("text", b"one two "), ("text", b"three four"), ("audio", b""), ("done", b"")]
+    assert [int(t["num_output_tokens"][0]) for t, _ in responses if "num_output_tokens" in t] == [2, 2]
+
+
+async def test_text_that_was_not_sent_is_made_again():
+    made, responses = answer(stream=True)
+    made.text("one ", 1)
+    made.flush()
+    made.text("two ", 1)
+    made.rewind()
+    for word in ("one ", "two ", "three"):
+        made.text(word, 1)
+    await made.done(USAGE, "thinker")
+    assert b"".join(t["text_output"][0] for t, _ in responses) == b"one two three"
+    assert made.num_text_tokens == 3

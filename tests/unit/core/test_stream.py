@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tritone.deploy import Chunks
-from tritone.stream import FrameBuffer
+from tritone.stream import FrameBuffer, FrameGate
 
 
 def cut(pushes, initial=4, later=25, growth=0.0):
@@ -80,3 +80,27 @@ def test_a_segment_whose_frames_all_left_still_ends():
     assert [c.segment_end for c in buffer.push(np.zeros((4, 1), np.float32))] == [False]
     late = buffer.push(np.zeros((0, 1), np.float32), segment_end=True)
     assert [(len(c.frames), c.segment_end) for c in late] == [(0, True)]
+
+
+def frames(*numbers):
+    return np.array(numbers)[:, None]
+
+
+def test_frames_wait_until_they_fill_a_chunk():
+    gate = FrameGate((2, 3))
+    pushed = [gate.push(frames(number), number == 8, now_s=0.001 * number) for number in range(9)]
+    assert [None if out is None else out.flatten().tolist() for out in pushed] == [
+        *(None, [0, 1], None, None, [2, 3, 4], None, None, [5, 6, 7], [8])
+    ]
+    gate = FrameGate((2, 3))
+    assert gate.push(frames(0, 1, 2, 3), False, 0.0).flatten().tolist() == [0, 1, 2, 3]
+    assert gate.push(frames(4), False, 0.0).flatten().tolist() == [4], "one was missing to 2 + 3"
+    assert gate.push(None, False, 9.0) is None and gate.push(None, True, 9.0) is None
+
+
+def test_slow_frames_wait_for_no_chunk():
+    gate = FrameGate((4, 25), longest_s=0.5)
+    assert gate.push(frames(0), False, 1.0) is None and gate.push(frames(1), False, 1.4) is None
+    assert gate.push(None, False, 1.5).flatten().tolist() == [0, 1]
+    assert gate.push(frames(2), False, 9.0) is None, "it waits from then on"
+    assert gate.push(None, True, 9.1).flatten().tolist() == [2]
