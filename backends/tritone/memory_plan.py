@@ -22,7 +22,7 @@ MIB, GIB = 1 << 20, 1 << 30
 CPU = "cpu"
 PROCESS_BYTES = 350 * MIB  # of RAM: an engine process on a CPU before its weights
 GPU_PROCESS_BYTES = 3 * GIB  # of RAM: an engine process on a GPU, with the libraries of CUDA
-CONTEXT_BYTES = GIB  # of a GPU: a process's context, kernels and the workspaces of libraries
+CONTEXT_BYTES = 1700 * MIB  # of a GPU: a process's context, kernels and workspaces, as seen on an H200
 STUB_BYTES = 60 * MIB  # of RAM: the stub of one model instance
 
 

@@ -47,7 +47,7 @@ from tritone.sampling import Sampling  # noqa: E402
 
 BANDWIDTH = 4.8e12  # bytes a second, of an H200
 FEW_LAYERS = 8  # as many as fit in float32 beside bfloat16
-FURTHEST = 1.5  # times as far from float32 as plain torch is, kernels fail
+FURTHEST = 1.5  # times as far from float32 as plain torch is, over all sizes, kernels fail
 TINY = {
     "vocab_size": 500,
     "hidden_size": 64,
@@ -198,7 +198,7 @@ def check(config: DecoderConfig, programs: Mapping[str, type[Any]], sizes: list[
     """Whether all replays are calls and the kernels near enough, with a line for each."""
     dtype = torch.bfloat16 if DEVICE != "cpu" else torch.float32
     model, exact = (Model(config, kind, dtype, max(sizes), context) for kind in (dtype, torch.float32))
-    good = True
+    good, worst = True, dict.fromkeys(programs, 0.0)
     made = {name: model.steps(program) for name, program in programs.items()}
     for rows in sizes:
         right, off = exact.eagerly(rows), {}
@@ -207,10 +207,10 @@ def check(config: DecoderConfig, programs: Mapping[str, type[Any]], sizes: list[
             steps.launch(model.asked(rows)).tokens()
             off[name] = float((model.buffers.logits[:rows] - right).norm() / right.norm())
             good &= same
+            worst[name] = max(worst[name], off[name])
             print(f"{name:10} rows {rows:2d}: off by {off[name]:.2e}, replay equals call: {same}", flush=True)
-        near = off.get("kernels", 0.0) <= FURTHEST * max(off.get("plain", 1.0), 1e-5)
-        good &= near
-    return good
+    # A rounding may send a row to other experts: the worst of all sizes is held to the worst.
+    return good and worst.get("kernels", 0.0) <= FURTHEST * max(worst.get("plain", 1.0), 1e-5)
 
 
 # -- time --------------------------------------------------------------------------------------------------

@@ -115,8 +115,8 @@ class TestInTheBox:
         plan = memory_plan.plan([deploy], [H200, H200], RAM)
         assert plan.too_small() == []
         plan.require_fit()
-        # What is estimated may be off by a lot: a tenth of the GPU is left.
-        assert max(plan.needed_bytes(f"gpu:{number}") for number in (0, 1)) < 0.9 * H200.total_bytes
+        # What is estimated may be off. (An H200 held 118.7 GiB of the 128.1 that are planned for one_h200.)
+        assert max(plan.needed_bytes(f"gpu:{number}") for number in (0, 1)) < 0.92 * H200.total_bytes
 
     def test_one_h200_is_all_on_one(self, real: Path) -> None:
         plan = memory_plan.plan([self.load("one_h200", real)], [H200], RAM)
@@ -129,13 +129,13 @@ class TestInTheBox:
         twice = self.load("one_h200", real, "stage.thinker.instances=2")
         assert memory_plan.plan([twice], [H200], RAM).too_small() != []
 
-    def test_together_is_one_context_less(self, real: Path) -> None:
+    def test_together_is_two_contexts_less(self, real: Path) -> None:
         apart, together = (self.load(name, real) for name in ("one_h200", "one_h200_together"))
-        assert together.hosted_with("code2wav") == ("talker", "code2wav")
+        assert together.hosted_with("code2wav") == ("thinker", "talker", "code2wav")
         needed = [
             memory_plan.plan([deploy], [H200], RAM).needed_bytes("gpu:0") for deploy in (apart, together)
         ]
-        assert needed[0] - needed[1] == memory_plan.CONTEXT_BYTES
+        assert needed[0] - needed[1] == 2 * memory_plan.CONTEXT_BYTES
 
     def test_two_gpus_has_speech_on_the_second(self, real: Path) -> None:
         deploy = self.load("two_gpus", real)

@@ -93,13 +93,13 @@ class TestRefusal:
         plan = self.plan(tmp_path, stages={"writer": {"device": "gpu:0"}}, memory={"gpu_gib": 2})
         [small] = plan.too_small()
         assert plan.table(small) == [
-            "gpu:0: 2.3 GiB planned, 2.0 GiB in all, 2.0 GiB free (as `memory.gpu_gib` says)",
+            "gpu:0: 2.9 GiB planned, 2.0 GiB in all, 2.0 GiB free (as `memory.gpu_gib` says)",
             "  echo writer  weights        1.3 GiB ~ 1,048,576,000 B of files × 1.3",
-            "               context        1.0 GiB ~ of a process, with its kernels",
-            "  sum                         2.3 GiB",
+            "               context        1.7 GiB ~ of a process, with its kernels",
+            "  sum                         2.9 GiB",
         ]
         with pytest.raises(
-            ConfigError, match=r"gpu:0 is too small: 2\.3 GiB planned, 2\.0 GiB in all"
+            ConfigError, match=r"gpu:0 is too small: 2\.9 GiB planned, 2\.0 GiB in all"
         ) as refused:
             plan.require_fit()
         assert refused.value.cure == "lower instances, or move a stage to another device"
@@ -124,11 +124,11 @@ class TestRefusal:
         folder = write_deploy(tmp_path / "echo", stages={"writer": {"device": "gpu:3"}})
         words = ["plan", str(folder), "--ram-gib", "8"]
         assert run(*words) == 0
-        assert "gpu:3: 1.0 GiB planned; not on this machine" in capsys.readouterr().out
+        assert "gpu:3: 1.7 GiB planned; not on this machine" in capsys.readouterr().out
         assert run(*words, "--gpu-gib", "0.5") == 1
         printed = capsys.readouterr()
         assert "  echo writer  context" in printed.out
-        assert "gpu:3 is too small: 1.0 GiB planned, 512 MiB in all" in printed.err
+        assert "gpu:3 is too small: 1.7 GiB planned, 512 MiB in all" in printed.err
 
     def test_render_refuses_too(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = write_deploy(

@@ -93,7 +93,7 @@ class TestReload:
         new = self.load(tmp_path / "new", wave={"device": "gpu:1"})
         start = self.room(60 * GIB, 139 * GIB, 139 * GIB)
         require_room(served, new, start, self.room(60 * GIB, 0, CONTEXT_BYTES))
-        with pytest.raises(ConfigError, match=r"on gpu:1 it would hold 1\.0 GiB more than now, and 0 MiB"):
+        with pytest.raises(ConfigError, match=r"on gpu:1 it would hold 1\.7 GiB more than now, and 0 MiB"):
             require_room(served, new, start, self.room(60 * GIB, 139 * GIB, 0))
         monkeypatch.setattr(gpus, "num_gpus", lambda: 1)
         with pytest.raises(ConfigError, match="gpu:1 is not on this machine, which shows 1"):

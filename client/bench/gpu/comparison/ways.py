@@ -42,10 +42,11 @@ def _one_stream(*stages: str) -> tuple[str, ...]:
 
 
 SPEECH = STAGES[1:]
+APART = ("mps=false",)  # the profile has it
 WAYS: Mapping[str, Way] = {
-    "apart": Way("a process a stage"),
+    "apart": Way("a process a stage", APART),
     "mps": Way("the same under MPS", ("mps=true",), needs_gpu=True),
-    "speech": Way("talker and code2wav in one process", _together("speech", *SPEECH)),
+    "speech": Way("talker and code2wav in one process", (*_together("speech", *SPEECH), *APART)),
     "speech-mps": Way(
         "the same, and the thinker beside it, under MPS",
         (*_together("speech", *SPEECH), "mps=true"),
@@ -53,9 +54,9 @@ WAYS: Mapping[str, Way] = {
     ),
     "speech-one-stream": Way(
         "talker and code2wav in one process and one stream",
-        (*_together("speech", *SPEECH), *_one_stream(*SPEECH)),
+        (*_together("speech", *SPEECH), *_one_stream(*SPEECH), *APART),
     ),
-    "all": Way("all stages in one process", _together("all", *STAGES)),
+    "all": Way("all stages in one process", (*_together("all", *STAGES), *APART)),
 }
 DEFAULT = ("apart", "mps", "speech", "all")
 
