@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tritone.engines.memory import Term
+from tritone.kernels.tiles import TILE_NUMBERS, most_tiles, tile_rows
 from tritone.networks.decoder_size import DecoderSize
 
 SHORTEST_GRAPH = 16  # rows of a piece of a prompt in plain torch
@@ -77,8 +78,9 @@ class PromptMemory(NamedTuple):
             buffers = rows * (size.hidden * item + 8 + 3 * 4) + 2 * 8
             return cls(rows, buffers, size.pass_elements(rows, context_tokens) * item)
         rows = buckets(FEWEST_PACKED, piece)[-1]
-        # Rows, slots and places int32, positions float32 [3]; tiles of at least one row, and their count.
-        buffers = rows * (size.hidden * item + 2 * 4 + 3 * 4) + 16 * (rows + slots) + 4
+        tiles = most_tiles(rows, slots, tile_rows(size.heads // size.kv_heads))
+        # Rows, slots and places int32, positions float32 [3]; tiles, and how many rows there are.
+        buffers = rows * (size.hidden * item + 2 * 4 + 3 * 4) + TILE_NUMBERS * 4 * tiles + 4
         return cls(rows, buffers, rows * _packed_row_bytes(size, item))
 
 

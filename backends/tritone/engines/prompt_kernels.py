@@ -21,13 +21,8 @@ from tritone.engines.graph_memory import FEWEST_PACKED, buckets
 from tritone.engines.prompt_graph import PromptGraphs
 from tritone.kernels.grouped_experts import GroupedExperts
 from tritone.kernels.products import Partials, Products, cleared
-from tritone.kernels.prompt_attention import (
-    TILE_NUMBERS,
-    Packed,
-    PromptAttention,
-    most_tiles,
-    tiles_of,
-)
+from tritone.kernels.prompt_attention import Packed, PromptAttention, tiles_of
+from tritone.kernels.tiles import TILE_NUMBERS, most_tiles
 from tritone.networks.decoder import Decoder, Span
 from tritone.networks.layer_weights import ExpertWeights, LayerWeights, MlpWeights
 from tritone.networks.transfer import array_on_device

@@ -1,8 +1,8 @@
-"""Kernels in Triton (the language, https://triton-lang.org) for steps of few rows on a GPU.
+"""Kernels in Triton (the language, https://triton-lang.org) for steps of few rows, and for prompts, on a GPU.
 
 Nobody imports them who does not run them: `triton` comes with torch for CUDA. Set TRITON_INTERPRET=1 before
 the import and they run on a CPU, slowly. In shapes: R rows, H hidden size, V vocabulary, D size of a head.
 
-Every kernel can be launched early (PDL, programmatic dependent launch): it then loads weights, which nothing
+The kernels of steps can be launched early (PDL, programmatic dependent launch): it then loads weights, which nothing
 writes, while the kernel before it still runs, and waits for that one before it touches anything else.
 """

@@ -19,13 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tritone.kernels.products import Products, cleared
-from tritone.kernels.tiles import INTERPRETED
+from tritone.kernels.tiles import INTERPRETED, TILE_NUMBERS, tile_rows
 from tritone.networks.decoder import Span
 from tritone.ports import Array
 
 _FAR = tl.constexpr(-1e30)  # below every score
-TILE_NUMBERS = 4  # that describe one: its first row, how many, their slot, the place of the first
-_QUERIES = 128  # of a tile, rows times the heads that share a key
 
 
 class Packed(NamedTuple):
@@ -143,17 +141,6 @@ class PromptAttention:
             self._heads, self._kv, self._size, self._heads // self._kv, self._group, self.tile_rows,
             32 if INTERPRETED else 64, TILE_NUMBERS, num_warps=8,
         )  # fmt: skip
-
-
-def tile_rows(group: int) -> int:
-    """Rows of a tile, where so many query heads share a key head."""
-    padded: int = triton.next_power_of_2(group)
-    return max(1, _QUERIES // padded)
-
-
-def most_tiles(rows: int, spans: int, tall: int) -> int:
-    """That rows in so many spans can make."""
-    return rows // tall + spans
 
 
 def tiles_of(spans: Sequence[Span], tall: int, most: int) -> Array:

@@ -41,6 +41,20 @@ class Shape(NamedTuple):
     outer: int  # columns of y
 
 
+TILE_NUMBERS = 4  # of a tile of a prompt: its first row, how many, their slot, the place of the first
+QUERIES = 128  # of such a tile: rows times the heads that share a key
+
+
+def tile_rows(group: int) -> int:
+    """Rows of a tile of a prompt, where so many query heads share a key head."""
+    return max(1, QUERIES // _power_of_two(group))
+
+
+def most_tiles(rows: int, spans: int, tall: int) -> int:
+    """That rows in so many spans can make."""
+    return rows // tall + spans
+
+
 MEASURED: dict[Shape, Tile] = {}
 """Where another tile than the rule's was faster: `client/bench/gpu/thinker_step.py --tiles` finds them."""
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tritone.engines.graph_memory import PromptMemory
 from tritone.engines.prompt_graph import PlainPrompts, prompt_graphs
 from tritone.engines.prompt_kernels import KernelPrompts
 from tritone.kernels.grouped_experts import GroupedExperts
 from tritone.kernels.prompt_attention import tiles_of
 from tritone.networks.decoder import Span
+from tritone.networks.decoder_size import DecoderSize
 from tritone.networks.layer_weights import ExpertWeights
 
 from .test_kernel_experts import CHOSEN, EXPERTS, HIDDEN, INNER, PIECES, output
@@ -71,6 +73,35 @@ def test_what_a_pass_leaves_behind_reaches_no_later_one(decoder):
     made.read(rows_of(decoder, SPANS) * float("nan"), SPANS, None)
     made.read(rows, spans, None)
     assert torch.equal(decoder.cache[:, :, 1, :, :3], expected)
+
+
+def test_its_buffers_take_what_is_planned(decoder):
+    made = KernelPrompts(decoder, 200, slots=SLOTS)
+    size = DecoderSize.from_hf(
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        }
+    )
+    assert size.fits_kernels
+    planned = PromptMemory.of(size, 200, SLOTS, CONTEXT, item=4, kernels=True)
+    read = (made._rows, made._count, made._where, made._tiles, made._positions)
+    assert (planned.rows, planned.buffers) == (256, sum(tensor.nbytes for tensor in read))
+    attention, experts = made._attention, made._experts
+    computed = (made._x, made._normed, made._qkv, made._attended, attention._queries)
+    chosen = (experts._chosen, experts._shares, experts._inners, experts._parts)
+    held = sum(tensor.nbytes for tensor in (*computed, *chosen))
+    assert held <= planned.computed <= 2 * held
 
 
 def test_tiles_are_rows_of_one_slot():
