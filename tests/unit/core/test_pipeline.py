@@ -81,6 +81,23 @@ def test_audio_only_sends_text_to_the_talker_and_none_to_the_client():
     assert routing.maker("audio") == "talker" and routing.num_sources("talker") == 1
 
 
+def test_frames_wait_for_a_chunk_where_nothing_else_goes_with_them():
+    omni = pipelines.get("qwen3_omni")
+    models = {stage.name: f"qwen3_omni_{stage.name}" for stage in omni.stages}
+
+    def sizes(pipeline, stage, modalities):
+        routing = Routing(pipeline, {"thinker", "talker", "code2wav"}, modalities)
+        endpoints = {"thinker": "e", "talker": "t"}
+        names = models if pipeline is omni else MODELS
+        return [
+            r.frame_sizes for r in routing.routes(pipeline.stage(stage), names, endpoints, "inbox", (4, 25))
+        ]
+
+    assert sizes(omni, "talker", ("text", "audio")) == [(4, 25)]
+    assert sizes(omni, "thinker", ("text", "audio")) == [(), ()]
+    assert sizes(SMOLTALK, "talker", ("audio",)) == [()], "the end of a clause goes with its frames"
+
+
 def test_unknown_names_come_with_the_known_ones():
     with pytest.raises(ConfigError, match="did you mean 'smoltalk'"):
         pipelines.get("smaltalk")

@@ -274,6 +274,17 @@ def test_each_route_has_its_values_its_numbers_and_its_end(stage):
     assert isinstance(stage.inboxes.sent[-1], wire.Finished)
 
 
+def test_frames_go_out_as_they_fill_a_chunk_and_with_the_end(stage):
+    routes = [wire.Route(INBOX, "", {"codes": "codes"}, (2, 3))]
+    stage.loop.open(wire.Open(1, "m", "s", INBOX, {}, 0, {}, routes), stage.answers.append)
+    for number in range(6):
+        stage.makes(Delta("s", {"codes": np.full((1, 2), number)}))
+    stage.makes(Delta("s", {}, "stop"))
+    pieces = [message for message in stage.inboxes.sent if isinstance(message, wire.Piece)]
+    told = [(piece.number, piece.values["codes"][:, 0].tolist(), piece.last) for piece in pieces]
+    assert told == [(0, [0, 1], False), (1, [2, 3, 4], False), (2, [5], True)]
+
+
 def test_what_a_step_gives_goes_in_one_packet_and_ahead_of_every_end(stage):
     for session in ("s", "t", "u"):
         stage.open(session)
