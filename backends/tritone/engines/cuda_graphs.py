@@ -32,7 +32,7 @@ class CudaGraphs:
             priority = torch.cuda.current_stream(device).priority
             self._stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
 
-    def __call__(self, program: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, program: Callable[[], object]) -> Callable[[], object]:
         """What launches the program, or on a CPU is it; it has run before: first calls compile.
 
         The program must live as long as what is given back: a graph knows no more than addresses.
@@ -49,5 +49,5 @@ class CudaGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 program()
-        replay: Callable[[], None] = graph.replay
+        replay: Callable[[], object] = graph.replay
         return replay

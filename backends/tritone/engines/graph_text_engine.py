@@ -6,7 +6,7 @@
 What is drawn is on the device the next row of its slot, so a step needs no word of the host's. Only when a
 token has come does the host know that it ends its answer: a row may then be on its way for nothing, and what
 comes of it is nobody's. Running streams are late by a step's pieces of prompts and by nothing else. Pieces
-that hold more than text (`_is_text`) run operation by operation.
+that hold more than text (`_is_text`) are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -130,6 +130,10 @@ class GraphTextEngine(TextEngine[T], Generic[T]):
         """Whether rows of a prompt are embeddings of its tokens, and no more is wanted than their keys."""
         return True
 
+    def _read_more_than_text(self, sessions: Sequence[T], spans: Sequence[Span]) -> None:
+        """Run pieces that are not text, each of another session."""
+        raise NotImplementedError
+
     def _positions(self, sessions: Sequence[T], spans: Sequence[Span]) -> Tensor | None:
         """Positions of rows, float32 [3, N] on the host; None: of each its place."""
         return None
@@ -192,16 +196,15 @@ class GraphTextEngine(TextEngine[T], Generic[T]):
     def _run_pieces(self, sessions: Sequence[T], spans: Sequence[Span]) -> None:
         """Run pieces of prompts: those of text together."""
         assert self._prompts is not None
-        texts: list[tuple[T, Span]] = []
-        for session, span in zip(sessions, spans, strict=True):
-            if self._is_text(session, span):
-                texts.append((session, span))
-            else:
-                self._pass([session], [span])
+        pieces = list(zip(sessions, spans, strict=True))
+        texts = [(session, span) for session, span in pieces if self._is_text(session, span)]
+        others = [(session, span) for session, span in pieces if not self._is_text(session, span)]
         if texts:
             tokens = [token for session, span in texts for token in session.tokens[span.start : span.end]]
             readers, read = [session for session, _ in texts], [span for _, span in texts]
             self._prompts.read(self._decoder.embed(tokens), read, self._positions(readers, read))
+        if others:
+            self._read_more_than_text([session for session, _ in others], [span for _, span in others])
         for session, span in zip(sessions, spans, strict=True):
             session.held.filled = span.end
 

@@ -35,6 +35,20 @@ class PromptGraphs(ABC):
         positions: float32 [3, N], on the host; None: of each row its place.
         """
 
+    @abstractmethod
+    def run(
+        self,
+        rows: Tensor,
+        spans: Sequence[Span],
+        positions: Tensor | None,
+        additions: Sequence[tuple[Tensor, Tensor]],
+        tap: int | None,
+    ) -> Tensor | None:
+        """As `read`, but operation by operation, for rows that bring or leave more; see Decoder.forward.
+
+        What is tapped [N, H]; None if nobody asked.
+        """
+
 
 class PlainPrompts(PromptGraphs):
     """Rows that only fill a graph stand at the last place of the slot, which a prompt never reaches: the row
@@ -64,6 +78,17 @@ class PlainPrompts(PromptGraphs):
             some = slice(first, first + span.count)
             self._read(rows[some], span, None if positions is None else positions[:, some])
             first += span.count
+
+    def run(
+        self,
+        rows: Tensor,
+        spans: Sequence[Span],
+        positions: Tensor | None,
+        additions: Sequence[tuple[Tensor, Tensor]],
+        tap: int | None,
+    ) -> Tensor | None:
+        passed = self._decoder.forward(rows, spans, positions=positions, additions=additions, tap=tap)
+        return passed.tapped
 
     def _read(self, rows: Tensor, span: Span, positions: Tensor | None) -> None:
         length = next(length for length in self._lengths if length >= span.count)

@@ -58,8 +58,28 @@ class KernelPrompts(PromptGraphs):
         captured = CudaGraphs(decoder.device)
         self._replays = {n: captured(partial(self._program, n)) for n in reversed(self._lengths)}
 
-    @torch.inference_mode()
     def read(self, rows: Tensor, spans: Sequence[Span], positions: Tensor | None) -> None:
+        self._replays[self._take_in(rows, spans, positions)]()
+
+    @torch.inference_mode()
+    def run(
+        self,
+        rows: Tensor,
+        spans: Sequence[Span],
+        positions: Tensor | None,
+        additions: Sequence[tuple[Tensor, Tensor]],
+        tap: int | None,
+    ) -> Tensor | None:
+        if tap == len(self._layers):  # normed, behind a layer that is not run here
+            return self._decoder.forward(
+                rows, spans, positions=positions, additions=additions, tap=tap
+            ).tapped
+        tapped = self._program(self._take_in(rows, spans, positions), additions, tap)
+        return None if tapped is None else tapped[: len(rows)]
+
+    @torch.inference_mode()
+    def _take_in(self, rows: Tensor, spans: Sequence[Span], positions: Tensor | None) -> int:
+        """Fill the buffers; rows of the graph that holds them."""
         count = len(rows)
         length = next(length for length in self._lengths if length >= count)
         send = partial(array_on_device, device=self._decoder.device)
@@ -73,13 +93,16 @@ class KernelPrompts(PromptGraphs):
         self._positions[:, :count] = send(turned_by)
         most = self._most_tiles(length)
         self._tiles[:most] = send(tiles_of(spans, self._attention.tile_rows, most))
-        self._replays[length]()
+        return length
 
     def _most_tiles(self, rows: int) -> int:
         return most_tiles(rows, self._spans, self._attention.tile_rows)
 
     @torch.inference_mode()
-    def _program(self, length: int) -> None:
+    def _program(
+        self, length: int, additions: Sequence[tuple[Tensor, Tensor]] = (), tap: int | None = None
+    ) -> Tensor | None:
+        """What is tapped [length, H]."""
         packed = Packed(
             self._count,
             self._where[0, :length],
@@ -94,10 +117,17 @@ class KernelPrompts(PromptGraphs):
         torch.where(given, self._rows[:length], torch.zeros_like(x), out=x)
         partials: Partials | None = None
         last = len(self._layers) - 1
+        tapped = x.clone() if tap == 0 else None
         for number, layer in enumerate(self._layers):
             self._project(number, layer, x, turns, packed, partials)
             if number < last:
                 partials = self._finish(number, layer, x, packed)
+            if tap == number + 1:
+                tapped = _summed(x, partials)
+            if number < len(additions):
+                places, values = additions[number]
+                x.index_add_(0, places.to(x.device), values.to(x.device, x.dtype))
+        return tapped
 
     def _turned_by(self, length: int) -> Tensor:
         positions = self._positions[:, :length]
@@ -130,3 +160,11 @@ class KernelPrompts(PromptGraphs):
             return None
         assert self._experts is not None
         return self._experts(normed, layer.mlp, packed.num_rows)
+
+
+def _summed(x: Tensor, partials: Partials | None) -> Tensor:
+    """x [N, H] with what is still to be added up."""
+    if partials is None:
+        return x.clone()
+    parts = partials.values[: partials.count * x.numel()].view(partials.count, *x.shape)
+    return (x.float() + parts.float().sum(0)).to(x.dtype)

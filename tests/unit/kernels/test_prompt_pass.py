@@ -65,6 +65,27 @@ def test_the_cache_is_that_of_a_forward_pass(decoder, spans, given):
     assert torch.equal(packed, untouched), "no other row is touched"
 
 
+@pytest.mark.parametrize("tap", [0, 1, 2, 3, None])
+def test_media_bring_more_and_leave_more(decoder, noise, tap):
+    """Features behind the first layers, and hidden states of one."""
+    before, rows = decoder.cache.clone(), rows_of(decoder, SPANS)
+    places = torch.tensor([2, 5, 40], device=decoder.device)
+    additions = [(places, noise(3, CONFIG.hidden_size)) for _ in range(2)]
+    made = KernelPrompts(decoder, 64, slots=SLOTS)
+    results = []
+    for run in (PlainPrompts.run, KernelPrompts.run):
+        with torch.inference_mode():
+            decoder.cache.copy_(before)
+        tapped = run(made, rows.clone(), SPANS, positions_of(SPANS), additions, tap)
+        results.append((decoder.cache[:, :, :SLOTS].clone(), tapped))
+    (cache, tapped), (my_cache, my_tapped) = results
+    torch.testing.assert_close(my_cache, cache, atol=5e-5, rtol=5e-5)
+    if tap is None:
+        assert tapped is None and my_tapped is None
+    else:
+        torch.testing.assert_close(my_tapped, tapped, atol=5e-5, rtol=5e-5)
+
+
 def test_what_a_pass_leaves_behind_reaches_no_later_one(decoder):
     made, spans = KernelPrompts(decoder, 64, slots=SLOTS), [Span(1, 0, 3)]
     rows = rows_of(decoder, spans)

@@ -147,20 +147,19 @@ def test_a_step_computes_the_logits_of_a_pass(thinkers: dict[bool, Thinker]) -> 
         thinker.abort(session)
 
 
-def test_pieces_with_media_stay_eager_and_the_others_are_graphs(
+def test_pieces_with_media_run_eagerly_and_the_others_as_graphs(
     thinkers: dict[bool, Thinker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thinker = thinkers[True]
     read: list[tuple[str, int, int]] = []
-    for kind, holder, name in (("graph", thinker._prompts, "read"), ("eager", thinker, "_pass")):
-        ran = getattr(holder, name)
+    for kind, name in (("graph", "read"), ("eager", "run")):
+        ran = getattr(thinker._prompts, name)
 
-        def noted(first: Any, span: Any, *rest: Any, kind: str = kind, ran: Any = ran) -> Any:
-            [some] = span if isinstance(span, list) else [span]
-            read.append((kind, some.start, some.end))
-            return ran(first, span, *rest)
+        def noted(rows: Any, spans: Any, *rest: Any, kind: str = kind, ran: Any = ran) -> Any:
+            read.extend((kind, span.start, span.end) for span in spans)
+            return ran(rows, spans, *rest)
 
-        monkeypatch.setattr(holder, name, noted)
+        monkeypatch.setattr(thinker._prompts, name, noted)
     words = "one two three four five six seven eight nine ten " * 5
     session = ask(thinker, "x", words, "<image>", "Hi", media={"image": [picture(9)]}, max_tokens=2)
     run(thinker)

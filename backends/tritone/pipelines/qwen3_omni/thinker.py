@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ThinkerOptions(GraphOptions, ThinkingOptions):
     """Those of every Thinker, and of steps on a GPU."""
+
+
+class _Rows(NamedTuple):
+    """What a pass is given."""
+
+    rows: Tensor  # [N, H]
+    additions: list[tuple[Tensor, Tensor]]  # see Decoder.forward
+    heard: list[tuple[ThinkerSession, Tensor]]  # whose hidden states are wanted, and of which rows
+    tap: int | None
 
 
 class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
@@ -92,9 +101,27 @@ class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
         return int(prompt.media.index[0])
 
     def _pass(self, sessions: Sequence[ThinkerSession], spans: Sequence[Span]) -> Tensor:
+        asked = self._gathered(sessions, spans)
+        passed = self._decoder.forward(
+            asked.rows,
+            spans,
+            positions=self._positions(sessions, spans),
+            additions=asked.additions,
+            tap=asked.tap,
+        )
+        self._keep_heard(asked, passed.tapped)
+        return passed.hidden
+
+    def _read_more_than_text(self, sessions: Sequence[ThinkerSession], spans: Sequence[Span]) -> None:
+        assert self._prompts is not None
+        asked = self._gathered(sessions, spans)
+        positions = self._positions(sessions, spans)
+        self._keep_heard(asked, self._prompts.run(asked.rows, spans, positions, asked.additions, asked.tap))
+
+    def _gathered(self, sessions: Sequence[ThinkerSession], spans: Sequence[Span]) -> _Rows:
         parts = [self._rows(session, span) for session, span in zip(sessions, spans, strict=True)]
         additions: list[tuple[list[Tensor], list[Tensor]]] = []  # by layer: rows, and what is added to them
-        tapped: list[tuple[ThinkerSession, Tensor]] = []  # whose hidden states are wanted, and at which rows
+        heard: list[tuple[ThinkerSession, Tensor]] = []
         first = 0
         for session, span, rows in zip(sessions, spans, parts, strict=True):
             media = self._prompt_of(session).media
@@ -103,7 +130,7 @@ class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
                 places = self._torch.from_numpy(media.index[low:high] - span.start).to(rows.device)
                 rows[places] = media.values[low:high].to(rows.dtype)
                 if session.speaks and high > low:
-                    tapped.append((session, first + places))
+                    heard.append((session, first + places))
                 low, high = np.searchsorted(media.visual_index, (span.start, span.end))
                 if high > low:
                     places = self._torch.from_numpy(media.visual_index[low:high] - span.start).to(rows.device)
@@ -113,17 +140,18 @@ class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
                         additions[layer][0].append(first + places)
                         additions[layer][1].append(values[low:high].to(rows.dtype))
             first += span.count
-        passed = self._decoder.forward(
+        return _Rows(
             self._joined(parts),
-            spans,
-            positions=self._positions(sessions, spans),
-            additions=[(self._torch.cat(rows), self._torch.cat(values)) for rows, values in additions],
-            tap=self._config.accept_hidden_layer if tapped else None,
+            [(self._torch.cat(rows), self._torch.cat(values)) for rows, values in additions],
+            heard,
+            self._config.accept_hidden_layer if heard else None,
         )
-        for session, places in tapped:
-            assert passed.tapped is not None
-            session.heard_rows.append(passed.tapped[places].float().cpu().numpy())
-        return passed.hidden
+
+    def _keep_heard(self, asked: _Rows, tapped: Tensor | None) -> None:
+        """Keep for the talker what the media became."""
+        for session, places in asked.heard:
+            assert tapped is not None
+            session.heard_rows.append(tapped[places].float().cpu().numpy())
 
     def _is_text(self, session: ThinkerSession, span: Span) -> bool:
         media = self._prompt_of(session).media
