@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tritone.engines import token_draw
+from tritone.engines import graph_text_engine, prompt_graph, token_draw
 from tritone.engines.base import Placement
 from tritone.engines.memory import Ground
+from tritone.engines.prompt_graph import PlainPrompts
 from tritone.engines.token_graph import PlainTokens
 from tritone.engines.torch_ar import TorchEngine, TorchOptions
 from tritone.errors import TritoneError
@@ -241,6 +242,57 @@ def test_a_prompt_begins_with_what_another_has_just_read(make_graphs: MakeEngine
     eager = make_graphs(cuda_graphs=False)
     ask(eager, "second", LONG + "second", temperature=0.0)
     assert answers.text("second") == run(eager).text("second")
+
+
+class _Together(PlainPrompts):
+    """Takes the spans of many prompts, as kernels do."""
+
+    takes_many = True
+    least_piece = 1
+
+    def __init__(self, decoder: Any, most_rows: int, **_: Any) -> None:
+        super().__init__(decoder, most_rows)
+        self.passes: list[list[int]] = []  # rows of each span, by pass
+
+    def read(self, rows: Any, spans: Any, positions: Any) -> None:
+        self.passes.append([span.count for span in spans])
+        super().read(rows, spans, positions)
+
+
+@pytest.fixture
+def make_together(make_graphs: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
+    monkeypatch.setattr(prompt_graph, "prompt_graphs", _Together)
+    return make_graphs
+
+
+def test_prompts_that_are_read_together_give_the_same_answers(
+    make_together: MakeEngine, expected: dict[str, Any]
+) -> None:
+    assert crowd(make_together(prefill_chunk_tokens=64)) == expected
+
+
+def test_as_many_prompts_as_fit_are_read_in_one_pass(make_together: MakeEngine) -> None:
+    engine = make_together(prefill_chunk_tokens=128, prefix_cache=False)
+    del engine._prompts.passes[:]
+    for name, prompt in {"long": "x" * 140, "a": "Hello", "b": "Hi you", "c": "y" * 90}.items():
+        ask(engine, name, prompt, max_tokens=3)
+    rows = {name: len(session.tokens) - 1 for name, session in engine._sessions.items()}
+    run(engine)
+    assert engine._prompts.passes[:2] == [[128], [rows["long"] - 128, rows["a"], rows["b"]]]
+    assert engine._prompts.passes[2:] == [[rows["c"]]]
+
+
+def test_a_prompt_waits_for_one_that_begins_alike_if_that_saves_enough(
+    make_together: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for worth, cached in ((20, len(LONG)), (100, 0)):
+        monkeypatch.setattr(graph_text_engine, "WORTH_WAITING", worth)
+        engine = make_together(prefill_chunk_tokens=256)
+        for name in ("first", "second", "other"):
+            ask(engine, name, (LONG if name != "other" else "") + name, temperature=0.0, max_tokens=2)
+        answers = run(engine)
+        assert answers.last["second"].usage["cached_tokens"] >= cached
+        assert (answers.last["second"].usage["cached_tokens"] > 20) == bool(cached)
 
 
 # -- one launch ---------------------------------------------------------------------------------------------
