@@ -34,13 +34,9 @@ async def busy(server, count=6):
     return client, tasks
 
 
-def start(serve, echo_folder):
-    return serve(echo_folder, overrides=["stage.writer.engine.step_s=0.02"], options=["--drain-s=0"])
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
 async def test_an_end_under_load_leaves_nothing(serve, echo_folder, name):
-    server = start(serve, echo_folder)
+    server = serve(echo_folder, overrides=["stage.writer.engine.step_s=0.02"], options=["--drain-s=0"])
     if name == "SIGTERM":
         await asyncio.to_thread(check_that_its_port_is_taken, server, echo_folder)
     client, tasks = await busy(server)
