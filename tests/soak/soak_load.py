@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Protocol
 
 from soak_http import leave_at_first_sound
-from soak_listener import Job, Outcome, all_of, listen
+from soak_listener import Job, all_of, listen
 from soak_report import Report, spread
 from soak_watch import Reading, processor_s, read, slopes
 from tritone.allocator import GIVE_BACK_EVERY_S
@@ -164,7 +164,7 @@ async def admission(server: Server, times: int = 4) -> Report:
     async with server.client(PIPELINE) as client:
         limit = int((await client.limits())["max_in_flight"])
         report = Report("d", f"{times * limit} requests at once, {limit} allowed")
-        leave, outcomes = asyncio.Event(), list[Outcome]()
+        leave, outcomes = asyncio.Event(), []
 
         async def ask(seed: int) -> None:
             outcomes.append(await listen(client, Job("words=20000 pace_ms=100", seed, leave=leave)))
