@@ -5,10 +5,16 @@ import importlib.util
 import signal
 import sys
 
+from hypothesis import HealthCheck, settings
+
 # A job in the background of a shell starts with SIGINT ignored, one that outlives it with SIGHUP, and
 # children inherit that: tests that interrupt a program would then wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# How long an example takes says nothing of what it shows.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # What the files import is there to the end. The collector need not look through it meanwhile, nor after it
 # in every test that collects: a third of a second each time.

@@ -72,7 +72,7 @@ class Collector:
         self,
         condition: Callable[[list[CollectedSpan]], bool],
         trace_id: str | None = None,
-        timeout_s: float = 15.0,
+        timeout_s: float = 60.0,
     ) -> list[CollectedSpan]:
         """The spans, as soon as they meet the condition."""
         deadline = time.monotonic() + timeout_s

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +13,13 @@ import pytest
 import yaml
 
 from tritone import doctor, guard
-from tritone import server as servers
+from tritone import server as packaged
 from tritone_client import AsyncTritoneClient
+from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 240
-END_TIMEOUT_S = 60
+START_TIMEOUT_S = 400
+END_TIMEOUT_S = 120
 REGION = re.compile(r" (/dev/shm/\S+)$", re.MULTILINE)
 
 
@@ -43,11 +43,7 @@ class RunningServer:
 
     def engine_pid(self, stages):
         """The one of them, once it is up."""
-        deadline = time.monotonic() + 10
-        while not (pids := self.engine_pids(stages)):
-            assert time.monotonic() < deadline, f"no engine hosts {stages}"
-            time.sleep(0.05)
-        return pids[0]
+        return wait_until(lambda: self.engine_pids(stages), what=f"no engine hosts {stages}", every_s=0.05)[0]
 
     def all_pids(self):
         """Server, stubs and engines."""
@@ -69,11 +65,10 @@ class RunningServer:
         """What an end has to take away: processes and shared memory."""
         return self.all_pids(), self.regions()
 
-    def assert_gone(self, traces, within_s=0.0):
-        """Nothing of `traces` is left, nor a socket of the run."""
+    def assert_gone(self, traces):
+        """Nothing of `traces` is left, nor a socket of the run; the kernel may take a while to see to it."""
         pids, regions = traces
         assert regions, "no process of the server maps shared memory"
-        deadline = time.monotonic() + within_s
 
         def leftovers():
             alive = [pid for pid in pids if guard.is_running(pid)]
@@ -82,9 +77,7 @@ class RunningServer:
             sockets = [line.split()[-1] for line in unix if f"tritone/{self.server_pid}-" in line]
             return alive + shared + sockets
 
-        while leftovers():
-            assert time.monotonic() < deadline, f"{leftovers()} outlived the server"
-            time.sleep(0.1)
+        wait_until(lambda: not leftovers(), what="processes, memory or sockets outlived the server")
 
     def _engines(self):
         for pid, words in command_lines():
@@ -99,14 +92,6 @@ def command_lines():
                 yield int(entry.name), (entry / "cmdline").read_bytes().decode().split("\0")
             except OSError:
                 continue  # it ended meanwhile
-
-
-def wait_until(condition, timeout_s, what):
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-    return value
 
 
 def tail(log):
@@ -156,24 +141,23 @@ def serve(tmp_path_factory):
                 assert process.poll() is None, process.stdout.read() + tail(log)
                 return (run_folder / "ready.json").exists()
 
-            wait_until(ready, START_TIMEOUT_S, f"not ready: {tail(log)}")
+            wait_until(ready, START_TIMEOUT_S, f"not ready: {log}", every_s=0.1)
             facts = json.loads((run_folder / "ready.json").read_text())
             server = RunningServer(process, facts["grpc"], facts["http"], run_folder, log, facts["pid"])
-            own.callback(end_well, server)
             ends.push(own.pop_all())
+        servers.append(server)
         return server
 
-    def end_well(server):
-        if server.process.poll() is not None:
-            return  # its test ended it
-        traces = server.traces()
-        server.process.send_signal(signal.SIGTERM)
-        output, _ = server.process.communicate(timeout=END_TIMEOUT_S)
-        assert server.process.returncode == 0, output + tail(server.log)
-        server.assert_gone(traces)
-
+    servers = []
     with contextlib.ExitStack() as ends:
         yield start
+        left = [(server, server.traces()) for server in servers if server.process.poll() is None]
+        for server, _ in left:
+            server.process.send_signal(signal.SIGTERM)
+        for server, traces in left:
+            output, _ = server.process.communicate(timeout=END_TIMEOUT_S)
+            assert server.process.returncode == 0, output + tail(server.log)
+            server.assert_gone(traces)
 
 
 @pytest.fixture
@@ -186,8 +170,8 @@ def plain_server(tmp_path):
             check=True,
             stdout=subprocess.DEVNULL,
         )
-        found, python = servers.find(), servers.Interpreter.current()
-        backends = servers.compose(found, tmp_path / "backends")
+        found, python = packaged.find(), packaged.Interpreter.current()
+        backends = packaged.compose(found, tmp_path / "backends")
         http, grpc, metrics = free_ports(3)
         words = [
             str(found.binary),
@@ -202,7 +186,7 @@ def plain_server(tmp_path):
         ]
         log = tmp_path / "server.log"
         with log.open("wb") as output, contextlib.ExitStack() as own:
-            options = {"env": servers.environment(found, python), "stdout": output, "stderr": output}
+            options = {"env": packaged.environment(found, python), "stdout": output, "stderr": output}
             process = own.enter_context(running(words, **options))
             server = RunningServer(
                 process, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", tmp_path, log, process.pid
@@ -213,7 +197,7 @@ def plain_server(tmp_path):
                 ask = ["curl", "-sf", f"{server.http_url}/v2/health/ready"]
                 return subprocess.run(ask, stdout=subprocess.DEVNULL).returncode == 0
 
-            wait_until(ready, START_TIMEOUT_S, f"not ready: {tail(log)}")
+            wait_until(ready, START_TIMEOUT_S, f"not ready: {log}", every_s=0.1)
             own.callback(end_well, server)
             ends.push(own.pop_all())
         return server
@@ -222,7 +206,7 @@ def plain_server(tmp_path):
         traces = server.traces()
         server.process.terminate()
         assert server.process.wait(timeout=END_TIMEOUT_S) == 0, tail(server.log)
-        server.assert_gone(traces, within_s=5)
+        server.assert_gone(traces)
 
     with contextlib.ExitStack() as ends:
         yield start

@@ -23,6 +23,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from echo import expected_pcm
 from tritone_client import AudioChunk
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.server
 
@@ -69,7 +70,7 @@ def message(model, tensors, parameters=None, outputs=()):
 def outcome(stub, request):
     """The status of a unary call, and what it says."""
     try:
-        stub.ModelInfer(request, timeout=20)
+        stub.ModelInfer(request, timeout=6 * PATIENCE_S)
     except grpc.RpcError as error:
         return error.code().name, error.details()
     return "OK", ""
@@ -132,7 +133,7 @@ def test_any_grpc_request_ends_in_a_declared_status(stub, model, tensors, parame
 @few
 @given(raws, parameters)
 def test_any_prompt_and_parameters_end_in_a_declared_status(stub, raw, parameters):
-    bounded = {"deadline_ms": 2000, **parameters}
+    bounded = {"deadline_ms": 20_000, **parameters}
     status, words = outcome(stub, message("echo_sync", [("text_input", "BYTES", [1], raw)], bounded))
     assert status in DECLARED, (status, words)
 
@@ -175,7 +176,7 @@ def post(server, path, body, headers=()):
     """The status of a raw POST and the end of the answer."""
     address = urlsplit(server.http_url)
     lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
-    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=6 * PATIENCE_S) as connection:
         connection.sendall("\r\n".join([*lines, "Connection: close", "", ""]).encode() + body)
         answer = b""
         while piece := connection.recv(65536):
@@ -253,7 +254,7 @@ async def test_sequences_of_strangers_hold_no_place(server, stub):
     assert all(await asyncio.gather(*(say(server) for _ in range(16))))
 
 
-async def gone(stub, number, within_s=10.0):
+async def gone(stub, number, within_s=3 * PATIENCE_S):
     """Wait until Triton keeps no sequence of this number."""
     deadline = time.monotonic() + within_s
     going_on = begin(number, sequence_start=False)
@@ -294,7 +295,7 @@ async def test_malformed_tensors_of_strangers_fail_no_chunk_of_a_stream(server, 
         ending.set()
         for thread in floods:
             thread.join()
-    assert set(outcomes) == {"INVALID_ARGUMENT"} and sum(outcomes.values()) > 10
+    assert set(outcomes) == {"INVALID_ARGUMENT"} and sum(outcomes.values()) >= 4
 
 
 # -- afterwards --------------------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ async def test_the_server_is_as_it_was(server):
     assert server.process.poll() is None
     assert all(await asyncio.gather(*(say(server) for _ in range(16))))
     async with server.client("echo") as client:
-        stages = await client.ping(5)
+        stages = await client.ping(PATIENCE_S)
     assert sum(engine["active"] for stage in stages.values() for engine in stage["engines"]) == 0
     log = server.log.read_text(errors="replace")
     assert log.count("Started GRPCInferenceService") == 1 and "Signal (" not in log

@@ -16,6 +16,7 @@ import qwen3_omni_oracle as oracle  # noqa: E402
 from qwen3_omni_oracle import CASES  # noqa: E402
 
 from tritone_client import AudioChunk, Done, InvalidRequest, TextDelta  # noqa: E402
+from waiting import PATIENCE_S, until  # noqa: E402
 
 pytestmark = [pytest.mark.server, pytest.mark.weights]
 
@@ -25,6 +26,7 @@ ENDLESS = {  # greedy, and never at its end by itself
     "thinker": {"temperature": 0, "ignore_eos": True, "max_tokens": 2000},
     "talker": {"temperature": 0, "min_tokens": 3000, "repetition_penalty": 1.0},
 }
+ALL_OF_IT = 2000 + 3000
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +77,12 @@ def assert_equal(answer, name, tolerance=1e-4):
 
 
 async def engines(client):
-    stages = await client.ping(5)
+    stages = await client.ping(PATIENCE_S)
     return {name: stage["engines"][0] for name, stage in stages.items()}
 
 
-async def sessions_left(client, within_s=0.5):
-    """What stages and connectors still hold of sessions; of an ended request nothing after half a second."""
+async def sessions_left(client, within_s=PATIENCE_S):
+    """What stages and connectors still hold of sessions; of an ended request nothing after a while."""
     kinds = ("active", "sessions", "connector_streams", "connector_queued_bytes", "connector_in_flight_bytes")
     end = time.monotonic() + within_s
     while True:
@@ -179,7 +181,7 @@ async def test_sync_mode_gives_the_same_answer_after_all_the_text(serve):
 
 async def test_speech_leaves_before_the_text_is_complete(server):
     sampling = {
-        "thinker": {"temperature": 0, "ignore_eos": True, "max_tokens": 300},
+        "thinker": {"temperature": 0, "ignore_eos": True, "max_tokens": 700},  # for a talker that is slow
         "talker": {"temperature": 0, "min_tokens": 40, "max_tokens": 40},
     }
     options = {**options_of(CASES["stops"]), "sampling": sampling, "return_timings": True}
@@ -319,7 +321,8 @@ def held_resources(server):
 
 
 @pytest.mark.parametrize("phase", ["media", "prompt", "text", "speech"])
-async def test_leaving_in_any_phase_frees_every_stage_within_half_a_second(server, phase):
+async def test_leaving_in_any_phase_stops_and_frees_every_stage(server, phase):
+    """Within half a second, as tests/soak measures; here, before the stages have made all that was asked."""
     case = CASES["video"] if phase == "media" else CASES["stops"]
     options = {**options_of(case), "sampling": ENDLESS}
     async with server.client(PIPELINE) as client:
@@ -328,10 +331,18 @@ async def test_leaving_in_any_phase_frees_every_stage_within_half_a_second(serve
         assert await sessions_left(client) == 0
         before = held_resources(server)  # every connection that stays is open now, that for a cancel too
         for _ in range(3):
+            so_far = await generated(client)
             await _leave(client, options, phase)
             assert await sessions_left(client) == 0
-        assert held_resources(server) == before
+            assert await generated(client) - so_far < ALL_OF_IT, "nobody told the stages"
+        await until(lambda: held_resources(server) == before, what="descriptors or memory are left")
         assert_equal(await ask(client, CASES["text"]), "text")
+
+
+async def generated(client):
+    """Tokens and frames that thinker and talker have made since they began."""
+    stages = await engines(client)
+    return stages["thinker"]["generated_tokens"] + stages["talker"]["generated_tokens"]
 
 
 async def _leave(client, options, phase):

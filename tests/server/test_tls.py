@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tritone_client import AsyncTritoneClient, InvalidRequest, TritoneClient, TritoneError
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.server
 
@@ -53,7 +54,7 @@ async def test_mutual_tls_lets_in_who_has_a_certificate_and_nobody_else(serve, e
     flags = [f"--{name.replace('_', '-')}={file}" for name, file in trusted.items()]
     server = serve(echo_folder, options=[*flags, "--", *tls_flags(files)])
     async with AsyncTritoneClient(server.grpc_url, "echo", ssl=True, **trusted) as client:
-        assert set(await client.ping(5)) == {"writer", "singer", "wave"}
+        assert set(await client.ping(PATIENCE_S)) == {"writer", "singer", "wave"}
         assert (await client.ask("over a wire that nobody reads")).text.split()[0] == "over"
     for options in ({"ssl": True, "root_certificates": files["root"]}, {"ssl": True}, {}):
         async with AsyncTritoneClient(server.grpc_url, "echo", **options) as client:
@@ -69,7 +70,10 @@ async def test_mutual_tls_lets_in_who_has_a_certificate_and_nobody_else(serve, e
 
 def tritone(*words):
     return subprocess.run(
-        [sys.executable, "-m", "tritone_client", *words], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "tritone_client", *words],
+        capture_output=True,
+        text=True,
+        timeout=6 * PATIENCE_S,
     )
 
 

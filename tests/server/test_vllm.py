@@ -18,6 +18,7 @@ from qwen3_omni_reference import Reference, cases  # noqa: E402
 
 from tritone.checkpoint import checkpoint_dir  # noqa: E402
 from tritone_client import TextDelta  # noqa: E402
+from waiting import PATIENCE_S  # noqa: E402
 
 PYTHON = os.environ.get("TRITONE_VLLM_PYTHON")
 PIPELINE = "qwen3_omni"
@@ -92,9 +93,9 @@ async def test_who_leaves_gives_the_cache_back(server):
         async for event in client.stream("Tell me about the sea.", sampling=endless):
             if isinstance(event, TextDelta):
                 break
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + PATIENCE_S
         while True:
-            stages = await client.ping(5)
+            stages = await client.ping(PATIENCE_S)
             [engine] = stages["thinker"]["engines"]
             if engine["active"] == engine["kv_tokens"] == 0:
                 break

@@ -13,6 +13,7 @@
     i  faults       one fault of each kind in each stage, with others under way
     j  hangs        the same with engines that never return
     k  resumed      h with a deploy that lets interrupted requests go on: none may fail
+    l  doors        the stubs of Triton are killed: health tells it within 5 s, and all is well again
 
 Exit status: 0, or 1 when anything was lost, hung, wrong, or grew.
 """
@@ -36,7 +37,7 @@ import soak_load
 from soak_report import Report
 from soak_server import SoakServer, plain, served
 
-PARTS = "abcdefghijk"
+PARTS = "abcdefghijkl"
 SHORT_PATIENCE = tuple(f"stage.{stage}.call_timeout_s=2" for stage in soak_faults.STAGES)
 RESUMING = ("resumes=20",)
 
@@ -85,6 +86,7 @@ def run(parts: list[str], scale: float, kill_s: float, folder: Path) -> Iterator
         "g": lambda server: soak_load.slow(server, 60 * scale),
         "h": lambda server: soak_faults.kills(server, kill_s),
         "k": lambda server: soak_faults.kills(server, kill_s, part="k", allowed=("exact", "left")),
+        "l": lambda server: soak_faults.doors(server, size(3)),
     }
     for part in parts:
         begun_s = time.monotonic()
@@ -99,7 +101,9 @@ def run(parts: list[str], scale: float, kill_s: float, folder: Path) -> Iterator
             with served("fake", _folder(folder, part), overrides) as server:
                 for kind in ("hang",) if part == "j" else ("fail", "raise", "oom", "kill"):
                     for stage in soak_faults.STAGES:
-                        report = asyncio.run(soak_faults.one_fault(server, kind, stage, size(5)))
+                        told_s = soak_faults.PATIENCE_S if kind == "hang" else 2.0
+                        fault = soak_faults.one_fault(server, kind, stage, size(5), told_within_s=told_s)
+                        report = asyncio.run(fault)
                         report.part = part
                         yield report
         else:

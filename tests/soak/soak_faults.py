@@ -7,13 +7,16 @@ import os
 import random
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 
 from soak_listener import Job, Outcome, all_of, listen
 from soak_load import PIPELINE, Server, mixed_jobs, quiet
 from soak_report import Report, spread
-from soak_watch import engines
+from soak_server import SoakServer
+from soak_watch import engines, tree
 from tritone_client import AsyncTritoneClient
 
 STAGES = ("writer", "singer", "wave")
@@ -38,7 +41,14 @@ async def until_well(client: AsyncTritoneClient, seed: int, report: Report) -> f
         await asyncio.sleep(0.02)
 
 
-async def one_fault(server: Server, kind: str, stage: str, repeats: int = 5, bystanders: int = 4) -> Report:
+async def one_fault(
+    server: Server,
+    kind: str,
+    stage: str,
+    repeats: int = 5,
+    bystanders: int = 4,
+    told_within_s: float = PATIENCE_S,
+) -> Report:
     """A request breaks a stage at its middle, while others are under way."""
     report = Report("i", f"{kind} in {stage}, {repeats} times")
     words, pace_ms, strike = 40, 20, 20
@@ -56,6 +66,7 @@ async def one_fault(server: Server, kind: str, stage: str, repeats: int = 5, bys
             report.judge(rest, ("exact", "error"))
             others.update(_end(outcome) for outcome in rest)
         await quiet(client, report)
+    report.require(max(told) < told_within_s, f"it was told after {max(told):.2f} s")
     report.figures = {
         "told_after_s": spread(told),
         "well_again_after_s": spread(well),
@@ -69,22 +80,62 @@ def _end(outcome: Outcome) -> str:
     return f"{outcome.kind} {outcome.code}".strip()
 
 
+async def doors(server: SoakServer, repeats: int = 3, told_within_s: float = 5.0) -> Report:
+    """kill -9 of the stub of each model under load: health must follow, and all be well again."""
+    models = [PIPELINE, *(f"{PIPELINE}_{stage}" for stage in STAGES)]
+    report = Report("l", f"kill -9 of the stub of each of {len(models)} models, {repeats} times")
+    told, well = list[float](), list[float]()
+    async with server.client(PIPELINE) as client:
+        for number, model in enumerate(models * repeats):
+            jobs = [Job("words=2000 pace_ms=20", seed, leave_after_s=30) for seed in range(4)]
+            listening = [asyncio.create_task(listen(client, job)) for job in jobs]
+            await asyncio.sleep(0.5)
+            [pid] = [pid for pid, name in tree(server.process.pid).items() if name == f"stub {model}"]
+            os.kill(pid, signal.SIGKILL)
+            began = time.monotonic()
+            while await asyncio.to_thread(is_healthy, server) and time.monotonic() - began < RECOVERY_S:
+                await asyncio.sleep(0.01)
+            told.append(time.monotonic() - began)
+            well.append(await until_well(client, number, report))
+            while not await asyncio.to_thread(is_healthy, server) and time.monotonic() - began < RECOVERY_S:
+                await asyncio.sleep(0.01)
+            report.judge(await asyncio.gather(*listening), ("error", "left"))
+    report.require(max(told) < told_within_s, f"health told it after {max(told):.1f} s")
+    report.figures |= {"health_told_after_s": spread(told), "well_again_after_s": spread(well)}
+    return report
+
+
+def is_healthy(server: SoakServer) -> bool:
+    try:
+        with urllib.request.urlopen(f"{server.health_url}/ready", timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return False
+
+
 async def kills(
     server: Server,
     seconds: float = 60.0,
     at_once: int = 8,
     part: str = "h",
     allowed: Sequence[str] = ("exact", "left", "error", "refused"),
+    least_kills: int = 1,
 ) -> Report:
-    """Mixed traffic, and now and then one engine is killed -9. allowed: how its requests may end."""
+    """Mixed traffic, and now and then one engine is killed -9. allowed: how its requests may end.
+
+    least_kills: it goes on until so many were killed, however long that takes.
+    """
     report = Report(part, f"mixed traffic for {seconds:g} s with random kills of engines")
     rng = random.Random(5)
     end = time.monotonic() + seconds
     outcomes, recoveries, killed = list[Outcome](), list[float](), list[tuple[float, str]]()
 
+    def goes_on() -> bool:
+        return time.monotonic() < end or len(killed) < least_kills
+
     async def traffic(client: AsyncTritoneClient, number: int) -> None:
         seeds = iter(range(number * 1_000_000, (number + 1) * 1_000_000))
-        while time.monotonic() < end:
+        while goes_on():
             [job] = mixed_jobs(rng, 1, next(seeds))
             if rng.random() < 0.1:
                 job = Job(job.prompt, job.seed, leave_after_s=rng.uniform(0.01, 0.3))
@@ -93,7 +144,7 @@ async def kills(
                 await asyncio.sleep(0.1)
 
     async def killer(client: AsyncTritoneClient) -> None:
-        while time.monotonic() < end:
+        while goes_on():
             pid, name = rng.choice(list(engines(server.process.pid).items()))
             os.kill(pid, signal.SIGKILL)
             killed.append((time.monotonic(), name))
@@ -112,7 +163,6 @@ async def kills(
     errors = [outcome for outcome in outcomes if outcome.kind == "error"]
     for outcome in errors:
         report.require(outcome.code in CLEAR, f"an error is not clear: {outcome.code} {outcome.detail}")
-    report.require(len(killed) > 0, "nothing was killed")
     report.figures |= {
         "kills": dict(Counter(name for _, name in killed)),
         "errors": dict(Counter(outcome.detail.partition(";")[0] for outcome in errors)),

@@ -29,6 +29,7 @@ class Job:
     audio_format: str = "s16"
     leave_after_chunks: int | None = None  # of sound, then the listener leaves
     leave_after_s: float | None = None
+    leave: asyncio.Event | None = None  # once it is set, with the next that comes
     pace: float = 0.0  # after a chunk the listener waits for so many times its length
     pause_s: float = 0.0  # and for so long
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -101,6 +102,8 @@ async def _hear(client: AsyncTritoneClient, job: Job, heard: Heard, began: float
     options: dict[str, Any] = {"seed": job.seed, "audio_format": job.audio_format}
     async with aclosing(client.stream(job.prompt, parameters=job.parameters, **options)) as events:
         async for event in events:
+            if job.leave is not None and job.leave.is_set():
+                raise _Left
             match event:
                 case TextDelta():
                     heard.text += event.text

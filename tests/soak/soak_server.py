@@ -28,6 +28,7 @@ class SoakServer:
     process: subprocess.Popen[bytes]  # `tritone serve`, or tritonserver itself; all others are below it
     grpc_url: str
     http_url: str
+    health_url: str = ""  # of `tritone serve`
 
     def client(self, pipeline: str) -> AsyncTritoneClient:
         return AsyncTritoneClient(self.grpc_url, pipeline=pipeline)
@@ -43,7 +44,7 @@ def served(target: str, folder: Path, overrides: tuple[str, ...] = ()) -> Iterat
     with _process(words, folder.with_suffix(".console")) as process:
         _until(ready.exists, process, folder / "server.log")
         facts = json.loads(ready.read_text())
-        yield SoakServer(process, facts["grpc"], facts["http"])
+        yield SoakServer(process, facts["grpc"], facts["http"], facts["health"])
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ It speaks the tensor contract: `event`, `index` and `text_output` in every respo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import mmap
 import os
@@ -27,6 +28,8 @@ from tritonclient.utils import (
     serialize_byte_tensor,
     triton_to_np_dtype,
 )
+
+from waiting import PATIENCE_S
 
 RATE_HZ = 24_000
 INFO = {
@@ -77,6 +80,13 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Until:
+    """Go on when the condition holds; or after a while all the same, for the test to say what was missing."""
+
+    condition: Callable[[], Any]
+
+
+@dataclass(frozen=True)
 class Fail:
     status: grpc.StatusCode
     message: str
@@ -86,7 +96,7 @@ class Hang:
     """Never answer again."""
 
 
-Step: TypeAlias = Text | Audio | Done | Raw | Wait | Fail | Hang
+Step: TypeAlias = Text | Audio | Done | Raw | Wait | Until | Fail | Hang
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)))
         self._thread.start()
-        assert started.wait(10)
+        assert started.wait(PATIENCE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -202,6 +212,12 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         for step in self._steps(request):
             if isinstance(step, Wait):
                 await asyncio.sleep(step.seconds)
+                continue
+            if isinstance(step, Until):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PATIENCE_S):
+                        while not step.condition():
+                            await asyncio.sleep(0.005)
                 continue
             if isinstance(step, Hang):
                 await asyncio.sleep(3600)

@@ -18,6 +18,7 @@ from fake_triton import Audio, Done, Fail, Hang, Text, counting_samples
 import tritone_client
 from tritone_client.cli import SERVER_COMMANDS, main
 from tritone_client.display import split_lines
+from waiting import PATIENCE_S
 
 CHILD = [sys.executable, "-m", "tritone_client"]
 CHILD_ENV = {
@@ -384,10 +385,10 @@ def test_ctrl_c_cancels_on_the_server(triton):
     )
     assert child.stdout.read(3) == b"Hel"
     child.send_signal(signal.SIGINT)
-    _, error = child.communicate(timeout=10)
+    _, error = child.communicate(timeout=3 * PATIENCE_S)
     assert child.returncode == 130
     assert b"Traceback" not in error
-    assert triton.cancelled.wait(2.0)
+    assert triton.cancelled.wait(PATIENCE_S)
 
 
 def test_ctrl_c_keeps_what_was_heard(triton, tmp_path):
@@ -402,7 +403,7 @@ def test_ctrl_c_keeps_what_was_heard(triton, tmp_path):
     )
     assert child.stdout.read(5) == b"Hello"
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=10)
+    child.communicate(timeout=3 * PATIENCE_S)
     assert child.returncode == 130
     assert soundfile.info(out).frames == 400 and list(tmp_path.iterdir()) == [out]
 
@@ -419,7 +420,7 @@ def test_a_reader_who_goes_away_ends_the_command_quietly(triton):
     child.stdout.close()
     error = child.stderr.read()
     child.stderr.close()
-    assert child.wait(timeout=10) == 1
+    assert child.wait(timeout=3 * PATIENCE_S) == 1
     assert error == b""
 
 
@@ -435,7 +436,7 @@ def test_on_a_terminal_text_streams_above_a_live_line(triton, tmp_path):
     )
     os.close(terminal)
     text = read_terminal(ours)
-    _, error = child.communicate(timeout=10)
+    _, error = child.communicate(timeout=3 * PATIENCE_S)
     assert child.returncode == 0, error
     assert "Hello world." in text and "Next" in text
     assert "1.5 s of audio" in text

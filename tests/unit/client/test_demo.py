@@ -64,7 +64,7 @@ def demo(triton, tmp_path):
 
 def test_demo_shows_progress_answer_and_what_comes_next(demo):
     run = demo()
-    out, error = run.communicate(timeout=30)
+    out, error = run.communicate(timeout=120)
     assert run.returncode == 0, error
     lines = [line for line in out.splitlines() if line]
     assert lines == [
@@ -85,7 +85,7 @@ def test_demo_may_answer_into_the_file_of_the_question(demo, triton):
     reply = demo.folder / "reply.wav"
     reply.write_bytes(b"RIFF")
     run = demo("--audio", "reply.wav")
-    _, error = run.communicate(timeout=30)
+    _, error = run.communicate(timeout=120)
     assert run.returncode == 0, error
     assert triton.requests[0].inputs["audio"].tolist() == [b"RIFF"]
     assert soundfile.info(reply).frames == 1000
@@ -101,14 +101,14 @@ def test_demo_may_answer_into_the_file_of_the_question(demo, triton):
 )
 def test_demo_checks_its_files_before_it_serves(demo, arguments, sentence):
     run = demo(*arguments)
-    assert run.communicate(timeout=30) == ("", sentence)
+    assert run.communicate(timeout=120) == ("", sentence)
     assert run.returncode == 1 and not demo.served.exists()
     assert list(demo.folder.iterdir()) == [] == list(demo.left.iterdir())
 
 
 def test_demo_of_a_pipeline_that_is_not_there_leaves_nothing(demo):
     run = demo("--pipeline", "smaltalk")
-    assert run.communicate(timeout=30) == ("", "tritone: no such pipeline\n")
+    assert run.communicate(timeout=120) == ("", "tritone: no such pipeline\n")
     assert run.returncode == 1 and list(demo.left.iterdir()) == []
 
 
@@ -122,7 +122,7 @@ def test_a_demo_that_is_ended_keeps_what_was_heard(demo, triton, number):
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         os.kill(int(children[-1]), number)
     run.send_signal(number)
-    out, error = run.communicate(timeout=30)
+    out, error = run.communicate(timeout=120)
     assert (run.returncode, error) == (130, "")
     assert "stop   ending the server" in out
     assert soundfile.info(demo.folder / "reply.wav").frames == 400

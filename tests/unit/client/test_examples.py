@@ -19,6 +19,7 @@ from fake_triton import Audio, Done, Fail, Hang, Text, counting_samples
 
 import tritone_client
 from tritone_client import write_wav
+from waiting import PATIENCE_S, wait_until
 
 EXAMPLES = Path(tritone_client.__file__).parents[1] / "examples"
 
@@ -152,6 +153,18 @@ def test_examples_without_a_server_say_so(monkeypatch, tmp_path, name):
     assert sorted(map(str, tmp_path.iterdir())) == sorted(files)
 
 
+def rests(pid: int) -> bool:
+    """Whether a process sleeps, and worked no hundredth of a second in the last two tenths."""
+
+    def look() -> list[str]:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+    before = look()
+    time.sleep(0.2)
+    after = look()
+    return before[0] == after[0] == "S" and before[11:13] == after[11:13]
+
+
 @pytest.mark.parametrize("name", ["chat_async.py", "chat_sync.py", "plain_grpc_aio.py", "plain_grpc_sync.py"])
 def test_ctrl_c_ends_an_example_quietly(triton, tmp_path, name):
     triton.script = [Text("Hel"), Audio(400), Text("lo"), Hang()]
@@ -162,15 +175,15 @@ def test_ctrl_c_ends_an_example_quietly(triton, tmp_path, name):
         stderr=subprocess.PIPE,
     )
     if name == "chat_sync.py":  # waits for the whole answer first
-        while not triton.requests:
-            time.sleep(0.05)
+        wait_until(lambda: triton.requests)
     else:
         assert child.stdout.read(5) == b"Hello"
-    time.sleep(0.3)  # asyncio.run sleeps through an interrupt that comes just as its loop goes to sleep
+    # asyncio.run sleeps through an interrupt that comes just as its loop goes to sleep.
+    wait_until(lambda: rests(child.pid))
     child.send_signal(signal.SIGINT)
-    _, error = child.communicate(timeout=10)
+    _, error = child.communicate(timeout=3 * PATIENCE_S)
     assert (child.returncode, error) == (130, b"")
-    assert triton.cancelled.wait(2.0)
+    assert triton.cancelled.wait(PATIENCE_S)
 
 
 def test_plain_sync_example_shows_what_broke_the_stream(monkeypatch):

@@ -19,6 +19,7 @@ from tritone_client import (
     TritoneClient,
 )
 from tritone_client import Done as DoneEvent
+from waiting import PATIENCE_S
 
 
 def client_threads() -> list[threading.Thread]:
@@ -67,7 +68,7 @@ def test_leaving_the_loop_cancels_on_the_server(triton):
     with TritoneClient(triton.url) as client:
         for _ in client.stream("hi"):
             break
-        assert triton.cancelled.wait(2.0)
+        assert triton.cancelled.wait(PATIENCE_S)
 
 
 def test_errors_are_those_of_the_async_client(triton):
@@ -98,7 +99,7 @@ def test_ctrl_c_cancels_on_the_server(triton, call):
         threading.Thread(target=interrupt_once_asked).start()
         with pytest.raises(KeyboardInterrupt):
             call(client)
-        assert triton.cancelled.wait(2.0)
+        assert triton.cancelled.wait(PATIENCE_S)
 
 
 def test_closing_ends_the_streams_of_other_threads(triton):
@@ -123,7 +124,7 @@ def test_closing_ends_the_streams_of_other_threads(triton):
     client.close()
     client.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(PATIENCE_S)
     assert [type(error) for error in errors] == [Cancelled, Cancelled]
     with pytest.raises(RuntimeError, match="closed"):
         client.ask("hi")

@@ -38,7 +38,7 @@ class TestPeer:
     async def test_events(self, peer_python: str, tmp_path: Path) -> None:
         requests = SMALL.requests(3)
         ask = requests[0]
-        with peer_server(PeerStart(tmp_path, peer_python), tmp_path, 30) as served:
+        with peer_server(PeerStart(tmp_path, peer_python), tmp_path, 120) as served:
             async with served.client() as client:
                 assert isinstance(client, PeerClient)
                 events = [event async for event in client.stream(ask.prompt, **ask.options)]
@@ -123,7 +123,7 @@ class TestPeer:
             == 0
         )
         assert "peer 50.000 requests/s" in capsys.readouterr().out
-        short = ["--concurrency", "2", "--duration-s", "1", "--abort-share", "0.5"]
+        short = ["--concurrency", "3", "--duration-s", "1", "--abort-share", "0.5"]
         assert end_to_end.main(["endurance", *words, *short]) == 0
         assert (endured := endurance.read(tmp_path / "endurance-peer.json")) is not None
         assert endured.whole and endured.left and endured.memory

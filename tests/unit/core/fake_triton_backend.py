@@ -196,7 +196,7 @@ class ResponseSender:
         self.faults.append(what)
         raise RuntimeError(what)
 
-    def outcome(self, timeout_s=5.0):
+    def outcome(self, timeout_s=20.0):
         """The end, waited for: "done", or the code of the error."""
         assert self.ended.wait(timeout_s), f"no end within {timeout_s} s; so far {self.responses}"
         return outcome_of(self.responses[-1])

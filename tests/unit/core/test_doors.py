@@ -26,9 +26,9 @@ from tritone.engines.batch_loop import BatchLoop
 from tritone.engines.host import Host, build_loops
 from tritone.errors import ConfigError, EngineLost, Unavailable
 from tritone.server_key import server_key
+from waiting import PATIENCE_S, wait_until
 
 from . import fake_triton_backend as fake
-from .waiting import wait_until
 
 OUTPUTS = [port.name for port in echo.PIPELINE.outputs]
 PORTS = {port.name: port for port in (*echo.PIPELINE.inputs, contract.CONTROL)}
@@ -116,7 +116,7 @@ class Server:
         """The response of an engine door to a BLS call."""
         asked = fake.ClientRequest(request.tensors, request.outputs, decoupled=False)
         door.execute([asked])
-        asked.sender.outcome(10.0)
+        asked.sender.outcome()
         (answer,) = asked.sender.responses
         if isinstance(answer, dict):
             return fake.InferenceResponse([fake.Tensor(name, array) for name, array in answer.items()])
@@ -205,7 +205,7 @@ def test_a_refusal_of_an_engine_reaches_the_client(pipeline_door):
 
 
 def test_requests_of_all_fates_leave_no_state_in_any_engine(pipeline_door, server):
-    rng = random.Random(7)
+    rng, overlaps_before = random.Random(7), len(server.wave.overlaps)
     senders = []
     for _ in range(40):
         senders.append(
@@ -213,18 +213,18 @@ def test_requests_of_all_fates_leave_no_state_in_any_engine(pipeline_door, serve
                 pipeline_door,
                 text_input=" ".join(rng.choices(["one", "two", "X", "Y", "refuse"], [8, 8, 1, 1, 1], k=12)),
                 modalities=rng.choice(["text", "audio", "text,audio"]),
-                parameters={"deadline_ms": rng.choice([3, 20, 5000])},
+                parameters={"deadline_ms": rng.choice([3, 20, 60_000])},
             )
         )
         if rng.random() < 0.4:
             rng.choice(senders).cancelled = True
         time.sleep(rng.choice([0, 0.005]))
-    ends = Counter(sender.outcome(10.0) for sender in senders)
+    ends = Counter(sender.outcome() for sender in senders)
     assert len(ends) >= 4 and "UNMARKED" not in ends, ends
     assert all(sender.flags.count(1) == 1 and not sender.faults for sender in senders)
     wait_until(lambda: server.live_sessions == {"echo_writer": 0, "echo_singer": 0, "echo_wave": 0})
     wait_until(lambda: server.wave.live == set())
-    assert server.wave.overlaps == []
+    assert server.wave.overlaps[overlaps_before:] == []
     assert ask(pipeline_door, text_input="still fine").outcome() == "done"
 
 
@@ -233,7 +233,7 @@ def test_an_engine_works_until_it_is_told_of_the_cancel_and_no_longer(pipeline_d
     wait_until(lambda: len(sender.responses) > 3)
     sender.cancelled = True
     assert sender.outcome() == "CANCELLED"
-    wait_until(lambda: server.live_sessions["echo_writer"] == 0, timeout_s=5.0)
+    wait_until(lambda: server.live_sessions["echo_writer"] == 0, timeout_s=8.0)
 
 
 # -- the pipeline door -------------------------------------------------------------------------------------
@@ -283,11 +283,11 @@ def test_a_server_that_asks_the_doors_hears_of_an_engine_that_is_gone(pipeline_d
 
 def test_drain_all_ends_the_requests_of_every_pipeline_model_of_the_server(pipeline_door, whole_answer_door):
     senders = [
-        ask(pipeline_door, text_input="word " * 2000, modalities="text"),
-        ask(whole_answer_door, decoupled=False, text_input="word " * 2000, modalities="text"),
+        ask(pipeline_door, text_input="w " * 8000, modalities="text"),
+        ask(whole_answer_door, decoupled=False, text_input="w " * 8000, modalities="text"),
     ]
     wait_until(lambda: len(senders[0].responses) > 1)
-    inbox.drain_all(os.getpid(), timeout_s=5.0)
+    inbox.drain_all(os.getpid(), timeout_s=PATIENCE_S)
     for sender in senders:
         assert sender.outcome(0.1) == "UNAVAILABLE" and "shutting down" in sender.message
     assert ask(pipeline_door, text_input="hi").outcome() == "UNAVAILABLE"
@@ -299,25 +299,25 @@ def test_a_drain_with_a_grace_lets_requests_finish_and_refuses_others(pipeline_d
     order = wire.Drain(grace_s=20.0, why="pipeline echo is being reloaded")
     drained = []
     drain = threading.Thread(
-        target=lambda: drained.append(inbox.drain_all(os.getpid(), 5.0, order, {"echo"}))
+        target=lambda: drained.append(inbox.drain_all(os.getpid(), PATIENCE_S, order, {"echo"}))
     )
     drain.start()
     wait_until(lambda: ask(pipeline_door, text_input="hi").outcome() == "UNAVAILABLE")
     refused = ask(pipeline_door, text_input="hi")
     assert refused.outcome() == "UNAVAILABLE" and "is being reloaded" in refused.message
-    assert sender.outcome(20) == "done"
-    drain.join(20)
+    assert sender.outcome() == "done"
+    drain.join(PATIENCE_S)
     assert drained == [True]
 
 
 def test_a_drain_of_other_models_is_none_of_ours(pipeline_door):
-    assert inbox.drain_all(os.getpid(), 5.0, wire.Drain(grace_s=5.0), {"other"})
+    assert inbox.drain_all(os.getpid(), PATIENCE_S, wire.Drain(grace_s=5.0), {"other"})
     assert ask(pipeline_door, text_input="hi").outcome() == "done"
 
 
 def test_finalize_ends_what_runs(server):
     door = server.door("tritone_pipeline", "echo", decoupled=True)
-    sender = ask(door, text_input="word " * 2000, modalities="text")
+    sender = ask(door, text_input="w " * 8000, modalities="text")
     wait_until(lambda: len(sender.responses) > 1)
     door.finalize()
     assert sender.outcome(0.1) == "UNAVAILABLE"
@@ -441,7 +441,8 @@ def test_each_stage_shows_what_its_engine_did(server, pipeline_door):
     taken = {"stage": "singer", "instance": "cpu/0"}
     wait_until(lambda: shown("tritone_connector_chunks_total", **taken) >= 4)
     assert shown("tritone_connector_bytes_total", **taken) > 0
-    assert 0 < shown("tritone_connector_latency_seconds_total", **taken) < 5
+    latency_s = shown("tritone_connector_latency_seconds_total", **taken)
+    assert 0 < latency_s < PATIENCE_S * shown("tritone_connector_chunks_total", **taken)
     assert fake.MetricFamily.faults == []
 
 
@@ -451,7 +452,7 @@ def test_a_drop_frees_the_stream(server):
     wait_until(lambda: server.live_sessions["echo_wave"] == 1)
     (dropped,) = server.batch_door.execute([batched(control.DropStream(session))])
     assert end_of(dropped) == "done"
-    wait_until(lambda: server.live_sessions["echo_wave"] == 0, timeout_s=3.0)
+    wait_until(lambda: server.live_sessions["echo_wave"] == 0)
 
 
 def test_when_a_whole_batch_fails_each_request_gets_a_response_of_its_own(server, monkeypatch):
@@ -592,21 +593,21 @@ def test_the_end_waits_for_a_question_about_cancellation_that_is_under_way(serve
 
     def slow():
         asking.set()
-        answer.wait(5)
+        answer.wait(PATIENCE_S)
         return False
 
     sender.is_cancelled = slow
     asker = threading.Thread(target=reply.is_cancelled, daemon=True)
     asker.start()
-    assert asking.wait(5)
+    assert asking.wait(PATIENCE_S)
     ender = threading.Thread(target=reply.send, args=({}, True), daemon=True)
     ender.start()
     time.sleep(0.05)
     assert not sender.ended.is_set()
     answer.set()
-    assert sender.ended.wait(5)
-    asker.join(5)
-    ender.join(5)
+    assert sender.ended.wait(PATIENCE_S)
+    asker.join(PATIENCE_S)
+    ender.join(PATIENCE_S)
 
 
 def test_two_ends_at_once_are_one(server):
@@ -615,14 +616,14 @@ def test_two_ends_at_once_are_one(server):
         together = threading.Barrier(4)
 
         def end(reply=reply, together=together):
-            together.wait(5)
+            together.wait(PATIENCE_S)
             reply.fail(Unavailable("no", "wait"))
 
         threads = [threading.Thread(target=end, daemon=True) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(5)
+            thread.join(PATIENCE_S)
         assert sender.flags == [1] and sender.faults == []
 
 

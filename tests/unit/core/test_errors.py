@@ -19,9 +19,9 @@ def test_a_long_value_is_cut_and_control_characters_are_shown():
 
 
 def test_a_suggestion_for_a_huge_word_is_quick():
-    began = time.monotonic()
+    began_s = time.thread_time()
     assert suggestion("heartx" * 3_000_000, ["heart"]) == "known: heart"
-    assert time.monotonic() - began < 1
+    assert time.thread_time() - began_s < 5, "to compare them letter by letter takes minutes"
 
 
 def test_an_error_survives_a_process_border():

@@ -40,7 +40,7 @@ DEPLOY = dataclasses.replace(
 PORTS = DEPLOY.pipeline.inputs
 MOST_PIXELS = 4_000_000
 MOST_MIB = 500  # that the decoders may take beyond what importing them takes
-MOST_S = 10.0  # of one file
+MOST_S = 10.0  # of processor time for one file
 NUM_MUTANTS = 2000
 
 
@@ -113,7 +113,7 @@ parameters = st.dictionaries(
     | st.sampled_from(["1e999", "nan", "2"]),
     max_size=3,
 )
-many = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def read(arrays, given_parameters):
@@ -242,7 +242,7 @@ def worse_than_refused(seed, count):
     for number in range(count):
         kind = rng.choice(list(DECODERS))
         file = mutant(rng, rng.choice(files[kind]), everything)
-        began_s = time.monotonic()
+        began_s = time.process_time()
         try:
             DECODERS[kind][1](file)
             counts["decoded"] += 1
@@ -252,7 +252,7 @@ def worse_than_refused(seed, count):
                 print(f"{kind} {number}: says {refusal.message!r}")
         except Exception as fault:
             print(f"{kind} {number}: {fault!r}")
-        slowest_s = max(slowest_s, time.monotonic() - began_s)
+        slowest_s = max(slowest_s, time.process_time() - began_s)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
     print(json.dumps({**counts, "slowest_s": round(slowest_s, 3), "grown_mib": grown}))
 
@@ -260,7 +260,7 @@ def worse_than_refused(seed, count):
 @pytest.mark.parametrize("seed", [1])
 def test_decoders_refuse_damaged_files_within_bounds(seed):
     done = subprocess.run(
-        [sys.executable, __file__, str(seed), str(NUM_MUTANTS)], capture_output=True, text=True, timeout=120
+        [sys.executable, __file__, str(seed), str(NUM_MUTANTS)], capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     *faults, last = done.stdout.splitlines()

@@ -124,8 +124,9 @@ def test_a_whole_answer_ends_when_it_is_sent_and_has_no_gaps():
     session = a_session(stream=False)
     session.answer.pace._received_s -= 2.0
     sheet = tally(session)
-    assert sheet.observed[m.E2EL, "text", "false"] == [pytest.approx(2.0, abs=0.5)]
-    assert sheet.observed[m.RTF, "audio", "false"] == [pytest.approx(2 / 3, abs=0.2)]
+    longest_s = time.monotonic() - session.answer.pace._received_s
+    [e2el_s], [rtf] = sheet.observed[m.E2EL, "text", "false"], sheet.observed[m.RTF, "audio", "false"]
+    assert 2.0 <= e2el_s <= longest_s and 2 / 3 <= rtf <= longest_s / 3
     assert (m.GAP, "audio", "false") not in sheet.observed
 
 

@@ -23,6 +23,7 @@ from tritone.otlp import CLOSE_S, OtlpTracer, Readable, Sender, open_otlp, proce
 from tritone.request_trace import RequestTrace
 from tritone.timeline import StageTimeline
 from tritone.tracing import NO_SPAN, Tracer, is_on, open_tracer
+from waiting import PATIENCE_S
 
 from .calls import calls_of
 
@@ -193,12 +194,12 @@ def test_without_a_ratio_the_environment_decides(monkeypatch):
 
 
 def test_a_span_has_its_times_on_the_wall_clock_and_its_process(kept):
-    began_s = time.monotonic() - 10
+    before_s, began_s = time.time(), time.monotonic() - 10
     span = kept.tracer.child("session", CALLER, began_s=began_s, attributes={"tritone.stage": "talker"})
-    wall_s = time.time()
     span.end(began_s + 4, attributes={"tritone.frames": 7})
+    after_s = time.time()
     told = kept.spans["session"]
-    assert told.start_time / 1e9 == pytest.approx(wall_s - 10, abs=0.5)
+    assert before_s - 10.01 <= told.start_time / 1e9 <= after_s - 9.99
     assert (told.end_time - told.start_time) / 1e9 == pytest.approx(4, abs=1e-6)
     assert dict(told.attributes) == {"tritone.stage": "talker", "tritone.frames": 7}
     assert told.status.status_code is StatusCode.UNSET
@@ -309,26 +310,24 @@ def test_a_collector_that_fails_is_told_once_and_again_when_it_is_back(caplog):
 
 
 def test_with_no_collector_nobody_waits_and_the_log_has_one_line(caplog):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    tracer = open_otlp(Tracing(f"http://127.0.0.1:{port}"), "s", {})
+    tracer = open_otlp(Tracing("http://127.0.0.1:9"), "s", {})
     began_s = time.monotonic()
     for _ in range(3000):  # more than a queue holds
         tracer.child("session", CALLER).end()
-    assert time.monotonic() - began_s < 5
     tracer.close()
-    assert time.monotonic() - began_s < 5 + 3 * CLOSE_S
+    assert time.monotonic() - began_s < PATIENCE_S
     tracer.child("session", CALLER).end()
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 1
 
 
-def test_a_collector_that_never_answers_does_not_hold_up_the_end():
+def test_a_collector_that_never_answers_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")
     with socket.create_server(("127.0.0.1", 0)) as server:
         tracer = open_otlp(Tracing(f"http://127.0.0.1:{server.getsockname()[1]}"), "s", {})
         tracer.child("session", CALLER).end()
         began_s = time.monotonic()
         tracer.close()
-        assert time.monotonic() - began_s < CLOSE_S + 1
+        assert time.monotonic() - began_s < CLOSE_S + PATIENCE_S
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1/traces", "/prefix"])

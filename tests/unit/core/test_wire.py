@@ -1,6 +1,5 @@
 """What crosses a process border arrives as it was sent, at any size, and a lost peer is noticed."""
 
-import os
 import threading
 import time
 import uuid
@@ -8,7 +7,9 @@ import uuid
 import numpy as np
 import pytest
 
+from descriptors import descriptors
 from tritone import wire
+from waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture
@@ -47,11 +48,11 @@ def test_plain_values_and_files_keep_their_types(pair):
 
 def test_large_packets_leave_no_descriptor_open(pair):
     near, far = pair
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     for _ in range(20):
         near.send(piece({"x": np.ones(100_000, np.float32)}))
         assert far.receive().values["x"].sum() == 100_000
-    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    wait_until(lambda: len(descriptors() - before) <= 1, what="descriptors stay open")
 
 
 def test_order_holds_across_inline_and_spilled_packets(pair):
@@ -72,11 +73,11 @@ def test_order_holds_across_inline_and_spilled_packets(pair):
 
 def test_arrays_of_small_spilled_packets_keep_no_descriptor(pair):
     near, far = pair
-    before, kept = len(os.listdir("/proc/self/fd")), []
+    before, kept = descriptors(), []
     for _ in range(20):
         near.send(piece({"x": np.ones(100_000, np.float32)}))
         kept.append(far.receive())
-    assert len(os.listdir("/proc/self/fd")) == before
+    wait_until(lambda: not descriptors() - before, what="descriptors stay open")
 
 
 @pytest.mark.parametrize("size", [10, 100_000, 1_000_000])
@@ -90,7 +91,7 @@ def test_what_does_not_fit_now_is_not_sent_and_may_be_later(pair, size):
     assert not near.wait_writable(0.0)
     for _ in range(sent):
         assert far.receive().number == 0
-    assert near.wait_writable(5.0)
+    assert near.wait_writable(PATIENCE_S)
     assert near.try_send(packets[1]) and near.try_send(packets[2])
     assert [far.receive().number for _ in range(2)] == [1, 2]
 
@@ -106,7 +107,7 @@ def test_try_send_does_not_wait_for_a_send_that_waits(pair):
     assert not near.try_send(wire.encode(wire.Cancel("s")))
     while far.receive().values["x"][0] != "z":
         pass
-    sender.join(5)
+    sender.join(PATIENCE_S)
     assert near.try_send(wire.encode(wire.Cancel("s")))
     assert far.receive() == wire.Cancel("s")
 
@@ -116,11 +117,11 @@ def test_a_lost_peer_ends_the_wait_for_room(pair):
     while near.try_send(wire.encode(piece({"x": "y" * 40_000}))):
         pass
     far.close()
-    assert near.wait_writable(5.0)
+    assert near.wait_writable(PATIENCE_S)
     with pytest.raises(wire.Disconnected):
         near.try_send(wire.encode(wire.Cancel("s")))
     near.close()
-    assert near.wait_writable(5.0)
+    assert near.wait_writable(PATIENCE_S)
 
 
 def test_a_closed_peer_is_noticed_on_both_sides(pair):

@@ -166,7 +166,7 @@ def test_wake_turns_a_sleeping_loop_from_any_thread(stage, monkeypatch):
         stage.engine.wake()
 
     threading.Thread(target=work).start()
-    turn.join(10)
+    turn.join(60)
     assert not turn.is_alive() and stage.engine.num_steps == 1
 
 

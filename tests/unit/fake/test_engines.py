@@ -13,6 +13,7 @@ from tritone.errors import InvalidRequest, TritoneError, Unavailable
 from tritone.pipelines.fake.engines import PacedOptions, Singer, Writer
 from tritone.pipelines.fake.signal import decode
 from tritone.pipelines.fake.wave import Wave, WaveOptions
+from waiting import PATIENCE_S
 
 NOWHERE = Placement(checkpoint=None)
 
@@ -27,7 +28,7 @@ def asked(words=3, voice=9, payload_bytes=0, max_tokens=100, **more):
     return {**settings, "sampling": sampling, **more}
 
 
-def run(engine, limit_s=5.0):
+def run(engine, limit_s=PATIENCE_S):
     """Every delta until no session is live."""
     deltas, end = [], time.monotonic() + limit_s
     woken = threading.Event()

@@ -81,9 +81,9 @@ def test_other_ports_are_left_alone(child: Child) -> None:
 
 def test_what_the_process_speaks_on_is_left_alone(child: Child) -> None:
     silent, spoken = child.client(), child.client()
-    time.sleep(0.6)
+    time.sleep(2.5)
     child.tell("1")
-    assert connections.hang_up(child.process.pid, [child.port], quiet_s=0.5) == 1
+    assert connections.hang_up(child.process.pid, [child.port], quiet_s=2.0) == 1
     assert silent.recv(1) == b"" and spoken.recv(1) == b"x" and is_open(spoken)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from tritone import guard
 from tritone.guard import Ended, Guard, Run
+from waiting import PATIENCE_S, wait_until
 
 SLEEPER = "import sys, time; print('up', flush=True); time.sleep(60)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPER
@@ -69,8 +70,8 @@ def test_kills_what_stays(prefix: str, start: Start) -> None:
 def test_impatience_cuts_the_grace(prefix: str, start: Start) -> None:
     server = start(STUBBORN, prefix)
     began = time.monotonic()
-    guard.end(Run(server.pid, prefix, grace_s=60), patience=lambda: False)
-    assert time.monotonic() - began < 10
+    guard.end(Run(server.pid, prefix, grace_s=10 * PATIENCE_S), patience=lambda: False)
+    assert time.monotonic() - began < PATIENCE_S
 
 
 def test_removes_its_shared_memory_and_folder_only(
@@ -90,6 +91,15 @@ def test_leaves_a_reused_process_id_alone(prefix: str, start: Start) -> None:
     assert stranger.poll() is None
 
 
+def heeds(pid: int, number: signal.Signals) -> bool:
+    """Whether a process catches or ignores a signal by now."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    masks = [
+        int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigIgn", "SigCgt"))
+    ]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
 class TestGuard:
     def run_line(self, server: subprocess.Popen[bytes], prefix: str) -> bytes:
         run = {"server_pid": server.pid, "shm_prefix": prefix, "grace_s": 5.0, "folder": ""}
@@ -100,9 +110,11 @@ class TestGuard:
         region = guard.SHM / f"{prefix}region"
         region.touch()
         subprocess.run(
-            [sys.executable, "-I", guard.__file__], input=self.run_line(server, prefix), timeout=30
+            [sys.executable, "-I", guard.__file__],
+            input=self.run_line(server, prefix),
+            timeout=3 * PATIENCE_S,
         )
-        assert server.wait(timeout=5) == -signal.SIGTERM
+        assert server.wait(timeout=PATIENCE_S) == -signal.SIGTERM
         assert not region.exists()
 
     def test_dismissed_it_touches_nothing(self, prefix: str, start: Start) -> None:
@@ -121,12 +133,12 @@ class TestGuard:
         assert process.stdin is not None
         process.stdin.write(self.run_line(server, prefix))
         process.stdin.flush()
-        time.sleep(0.5)
+        wait_until(lambda: heeds(process.pid, signal.SIGINT) and heeds(process.pid, signal.SIGHUP))
         os.kill(process.pid, signal.SIGINT)
         os.kill(process.pid, signal.SIGHUP)
         process.stdin.close()
-        assert process.wait(timeout=20) == 0
-        assert server.wait(timeout=5) == -signal.SIGTERM
+        assert process.wait(timeout=PATIENCE_S) == 0
+        assert server.wait(timeout=PATIENCE_S) == -signal.SIGTERM
 
 
 def test_a_zombie_is_not_running(start: Start) -> None:

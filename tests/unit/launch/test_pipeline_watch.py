@@ -16,6 +16,7 @@ from tritone.deploy import Deploy
 from tritone.errors import ConfigError, TritoneError, Unavailable
 from tritone.health import SERVING, Board
 from tritone.pipeline_watch import PipelineWatch
+from waiting import PATIENCE_S, wait_until
 
 MODELS = ["echo_singer", "echo_wave", "echo_writer", "echo", "echo_sync"]
 UNHEALTHY = "stage singer is not ready: stage echo_singer cannot be called: Stub process is not healthy"
@@ -102,10 +103,7 @@ def watch(run: FakeRun, lines: list[str], board: Board, tmp_path: Path) -> Itera
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(condition)
 
 
 def test_a_dead_door_is_loaded_again(
@@ -165,19 +163,19 @@ def test_what_does_not_help_is_not_done_for_ever(watch: PipelineWatch, run: Fake
 class TestChange:
     def test_drains_and_exchanges(self, watch: PipelineWatch, run: FakeRun, tmp_path: Path) -> None:
         new = load(tmp_path / "new", max_in_flight=2)
-        assert new.digest in watch.change(new).result(10)
+        assert new.digest in watch.change(new).result(PATIENCE_S)
         assert run.calls == ["pipeline echo is being reloaded", (1, 2)]
         assert watch.deploy is new
 
     def test_the_same_deploy_is_nothing_to_do(self, watch: PipelineWatch, run: FakeRun) -> None:
-        assert "nothing to do" in watch.change(watch.deploy).result(10)
+        assert "nothing to do" in watch.change(watch.deploy).result(PATIENCE_S)
         assert run.calls == []
 
     def test_more_threads_than_the_server_has_are_refused(
         self, watch: PipelineWatch, run: FakeRun, tmp_path: Path
     ) -> None:
         with pytest.raises(ConfigError, match="bls_threads is 60, and the server has 32 threads; restart"):
-            watch.change(load(tmp_path / "new", bls_threads=60)).result(10)
+            watch.change(load(tmp_path / "new", bls_threads=60)).result(PATIENCE_S)
         assert run.calls == []
 
     def test_what_does_not_load_is_taken_back(
@@ -186,7 +184,7 @@ class TestChange:
         old, new = watch.deploy, load(tmp_path / "new", max_in_flight=2)
         run.refused = {new.digest}
         with pytest.raises(TritoneError, match="did not load as its deploy file says, and is as before"):
-            watch.change(new).result(10)
+            watch.change(new).result(PATIENCE_S)
         assert run.calls[1:] == [(1, 2), (2, 1)]
         assert watch.deploy is old and watch.verdict is None
 
@@ -196,11 +194,11 @@ class TestChange:
         new = load(tmp_path / "new", max_in_flight=2)
         run.refused = {new.digest, watch.deploy.digest}
         with pytest.raises(TritoneError, match="no weights"):
-            watch.change(new).result(10)
+            watch.change(new).result(PATIENCE_S)
         until(lambda: watch.verdict)
 
     def test_who_waits_for_a_server_that_ends_is_told(self, watch: PipelineWatch, tmp_path: Path) -> None:
         new = load(tmp_path / "new", max_in_flight=2)
         watch.stop()
         with pytest.raises(Unavailable, match="echo was not reloaded, since its server has ended; try again"):
-            watch.change(new).result(10)
+            watch.change(new).result(PATIENCE_S)

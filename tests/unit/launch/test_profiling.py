@@ -200,7 +200,7 @@ class TestPySpy:
     def test_a_speedscope_file(self, busy: int) -> None:
         seen = json.loads(profiling.sample(order(kind="py-spy", form="json"), busy).data)
         assert "spin" in {frame["name"] for frame in seen["shared"]["frames"]}
-        assert sum(map(len, (thread["samples"] for thread in seen["profiles"]))) > 5
+        assert sum(map(len, (thread["samples"] for thread in seen["profiles"]))) > 0
 
     @pytest.mark.parametrize("form", ["svg", "json"])
     def test_a_process_that_sleeps(self, form: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from tritone.errors import ConfigError, TritoneError
 from tritone.finding import ok, problem
 from tritone.pipeline_watch import State
 from tritone.server import Interpreter, Listen, Server
+from waiting import PATIENCE_S, wait_until
 
 FREE = Listen(http=0, grpc=0, metrics=0, health=0)
 
@@ -159,12 +160,13 @@ class Stage:
     """A place to run `serve` on: a fake server, pings that the test decides on, and what was said."""
 
     def __init__(self, folder: Path, run: Path) -> None:
-        self.options = ServeOptions((str(folder),), listen=FREE, run_folder=run, load_timeout_s=10)
+        self.options = ServeOptions((str(folder),), listen=FREE, run_folder=run, load_timeout_s=PATIENCE_S)
         self.run = run
         self.lines: list[str] = []
         self.asked = Asked()
         self.fault: str | None = None  # what a ping answers
         self.failed: list[BaseException] = []  # what went wrong beside it
+        self.num_pings = 0
 
     def start(self, **changes: Any) -> int:
         status = serve.serve(replace(self.options, **changes), self.lines.append, self.asked)
@@ -176,10 +178,8 @@ class Stage:
         """Do `act` when a line that begins with `line` was said."""
 
         def wait() -> None:
-            deadline = time.monotonic() + 20
-            while not any(said.startswith(line) for said in self.lines) and time.monotonic() < deadline:
-                time.sleep(0.02)
             try:
+                wait_until(lambda: any(said.startswith(line) for said in self.lines), what=str(self.lines))
                 act()
             except BaseException as error:
                 self.failed.append(error)
@@ -189,10 +189,16 @@ class Stage:
 
     def until(self, line: str) -> None:
         """Wait until a line that holds `line` was said."""
-        deadline = time.monotonic() + 20
-        while not any(line in said for said in self.lines):
-            assert time.monotonic() < deadline, self.lines
-            time.sleep(0.02)
+        wait_until(lambda: any(line in said for said in self.lines), what=str(self.lines))
+
+    def ping(self) -> str | None:
+        self.num_pings += 1
+        return self.fault
+
+    def look(self, times: int) -> None:
+        """Wait until the server was asked so many times more."""
+        enough = self.num_pings + times
+        wait_until(lambda: self.num_pings >= enough)
 
     def stamped(self) -> list[str]:
         """What was said with the time."""
@@ -219,7 +225,7 @@ def stage(
     )
     real = replace(interpreter, library=None)  # the fake server is a Python that needs the real library
     monkeypatch.setattr(serve.Interpreter, "current", lambda: real)
-    monkeypatch.setattr(running_server.RunningServer, "ping", lambda self, name: stage.fault)
+    monkeypatch.setattr(running_server.RunningServer, "ping", lambda self, name: stage.ping())
     monkeypatch.setattr(pipeline_watch, "LOOK_EVERY_S", 0.1)
     monkeypatch.setattr(supervisor, "BACKOFF_S", (0.05,))
     monkeypatch.setattr(guard, "LEAVE_S", 0.5)
@@ -310,8 +316,8 @@ class TestServe:
 
     def test_load_deadline_says_what_is_missing(self, stage: Stage) -> None:
         stage.fault = "stage writer is not ready: loading"
-        with pytest.raises(TritoneError, match=r"not ready within 2 s \(echo: stage writer is not ready"):
-            stage.start(load_timeout_s=2)
+        with pytest.raises(TritoneError, match=r"not ready within 4 s \(echo: stage writer is not ready"):
+            stage.start(load_timeout_s=4)
 
     def test_killed_server_starts_again(self, stage: Stage) -> None:
         pids = []
@@ -350,16 +356,18 @@ class TestServe:
     def test_state_changes_are_said_once(self, stage: Stage) -> None:
         def down_and_up() -> None:
             stage.fault = "stage writer is not ready"
-            time.sleep(0.8)
+            stage.until("echo is not ready")
+            stage.look(3)
             stage.fault = None
-            time.sleep(0.8)
+            stage.until("echo is ready again")
+            stage.look(3)
             stage.asked.note()
 
         stage.once("try:", down_and_up)
         assert stage.start() == 0
         down, up = stage.stamped()
         assert down == "echo is not ready: stage writer is not ready"
-        assert up.startswith("echo is ready again after 0.")
+        assert re.fullmatch(r"echo is ready again after \d+\.\d s", up)
 
     def test_health_follows_the_pipeline(self, stage: Stage) -> None:
         seen = []
@@ -434,7 +442,7 @@ def test_signals_are_counted(
         heard.listen()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGHUP)
-        assert heard.wait(1)
+        assert heard.wait(PATIENCE_S)
         assert (heard.times, heard.take_reload(), heard.take_reload()) == (ends, reloads, False)
     finally:
         for number, handler in before.items():
@@ -447,7 +455,7 @@ def test_is_ready_of_nothing() -> None:
 
 def health(url: str, page: str) -> tuple[int, Any]:
     try:
-        with urllib.request.urlopen(url + page, timeout=5) as answer:
+        with urllib.request.urlopen(url + page, timeout=PATIENCE_S) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)

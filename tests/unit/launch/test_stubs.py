@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tritone.stubs import Stubs
+from waiting import PATIENCE_S
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
 
@@ -92,4 +93,4 @@ def test_kill_ends_the_stubs_of_one_model(prefix: str, start: Start) -> None:
     one, other = start(f"{prefix}a", "echo_0_0"), start(f"{prefix}b", "echo_sync_0_0")
     stubs.learn(["echo", "echo_sync"])
     stubs.kill("echo")
-    assert one.wait(timeout=5) == -9 and other.poll() is None
+    assert one.wait(timeout=PATIENCE_S) == -9 and other.poll() is None
