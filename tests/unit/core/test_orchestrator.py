@@ -1520,8 +1520,9 @@ async def test_a_whole_feed_gives_no_chunk_before_the_last_frame():
 def test_sync_mode_gives_the_same_answers_of_whole_segments():
     words, sounds, chunks = answers_of("async_chunk")
     sync_words, sync_sounds, sync_chunks = answers_of("sync")
-    assert "".join(sync_words[1]) == "".join(words[1]) == "hello my dear world "
-    assert sync_words == words, "text is streamed in both modes"
+    assert "".join(sync_words[1]) == "hello my dear world "
+    # Into how many responses it is cut is up to how fast they go out.
+    assert list(map("".join, sync_words)) == list(map("".join, words))
     for text, sound, sync_sound in zip(TEXTS, sounds, sync_sounds, strict=True):
         np.testing.assert_array_equal(sound, echo.expected_pcm(text + " "))
         assert sync_sound.tobytes() == sound.tobytes()
