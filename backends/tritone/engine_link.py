@@ -188,23 +188,27 @@ class EngineLink:
 
     def _read(self, channel: wire.Channel) -> None:
         while True:
-            match channel.receive():
-                case wire.Ready(load_s):
-                    self._load_s = load_s
-                    self.loads += 1
-                    self._failure = None
-                    self._ready.set()
-                case wire.LoadFailed(what, cure):
-                    self._failure = ConfigError(what, cure)
-                    raise wire.Disconnected(f"it cannot load: {what}; {cure}")
-                case wire.Refused(call, code, what, cure):
-                    self._settle(call, error=from_code(code, what, cure))
-                case wire.Opened(call) | wire.Ran(call) | wire.Pong(call) as answer:
-                    self._settle(call, answer)
-                case wire.Loading():
-                    pass
-                case other:
-                    log.warning("unexpected %s", type(other).__name__)
+            self._take(channel.receive())  # and hold nothing of it while waiting
+
+    def _take(self, message: Any) -> None:
+        """Raises Disconnected when the engine says that it cannot load."""
+        match message:
+            case wire.Ready(load_s=load_s):
+                self._load_s = load_s
+                self.loads += 1
+                self._failure = None
+                self._ready.set()
+            case wire.LoadFailed(what=what, cure=cure):
+                self._failure = ConfigError(what, cure)
+                raise wire.Disconnected(f"it cannot load: {what}; {cure}")
+            case wire.Refused(call=call, code=code, what=what, cure=cure):
+                self._settle(call, error=from_code(code, what, cure))
+            case wire.Opened(call=call) | wire.Ran(call=call) | wire.Pong(call=call):
+                self._settle(call, message)
+            case wire.Loading():
+                pass
+            case _:
+                log.warning("unexpected %s", type(message).__name__)
 
     def _settle(self, number: int, answer: Any = None, error: TritoneError | None = None) -> None:
         with self._lock:

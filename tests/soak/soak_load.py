@@ -93,15 +93,12 @@ async def memory(
     """
     report = Report("b", f"memory over {requests} requests, {aborted} of them left at random points")
     rng = random.Random(2)
-    leaving = set(rng.sample(range(requests), aborted))
-    jobs = [
-        replace(job, leave_after_s=rng.uniform(0.001, 0.3)) if number in leaving else job
-        for number, job in enumerate(mixed_jobs(rng, requests, first_seed=warm_up))
-    ]
+    early = _left_at_times(rng, mixed_jobs(rng, warm_up), warm_up * aborted // requests)
+    jobs = _left_at_times(rng, mixed_jobs(rng, requests, first_seed=warm_up), aborted)
     block = max(requests // num_readings, at_once)
     counts, readings = [], list[Reading]()
     async with server.client(PIPELINE) as client:
-        report.judge(await all_of(client, mixed_jobs(rng, warm_up), at_once))
+        report.judge(await all_of(client, early, at_once), ("exact", "left"))
         report.figures.clear()
         for begin in range(0, requests, block):
             outcomes = await all_of(client, jobs[begin : begin + block], at_once)
@@ -124,6 +121,15 @@ async def memory(
     report.figures["descriptors"] = f"{first.descriptors} -> {last.descriptors}"
     report.figures["threads"] = f"{first.threads} -> {last.threads}"
     return report
+
+
+def _left_at_times(rng: random.Random, jobs: list[Job], aborted: int) -> list[Job]:
+    """The same, so many of them left at random points."""
+    leaving = set(rng.sample(range(len(jobs)), aborted))
+    return [
+        replace(job, leave_after_s=rng.uniform(0.001, 0.3)) if number in leaving else job
+        for number, job in enumerate(jobs)
+    ]
 
 
 async def aborts(server: Server, aborted: int = 1000, by_http: int = 200, at_once: int = 16) -> Report:

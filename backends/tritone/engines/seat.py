@@ -31,7 +31,6 @@ class Seat:
     numbers: dict[int, int] = field(default_factory=dict)  # pieces sent, by index of the route
     whole: bool = False  # the engine gets nothing before all sources have ended
     held: list[Delivery] = field(default_factory=list)  # what came until then, in order
-    busy: list[tuple[float, float]] = field(default_factory=list)  # when the engine computed meanwhile
     span: Span = NO_SPAN
 
     def times(self, ended_s: float) -> wire.StageTimes:

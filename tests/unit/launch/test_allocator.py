@@ -121,3 +121,62 @@ def test_what_refers_to_itself_alone_is_found_and_the_start_is_not_looked_at_aga
     found, looked_at = done.stdout.split()
     assert found == "True"
     assert int(looked_at) < 1000
+
+
+NAMES = """
+import sys, time
+from tritone import allocator
+
+class Node: pass
+
+allocator.give_back_often(every_s=0.05)
+names = [f"missing_{number}" for number in range(20_000)]
+node, before = Node(), sys.getallocatedblocks() - len(names)
+for name in names:
+    getattr(node, name, None)
+del name, names
+asked = sys.getallocatedblocks() - before
+deadline = time.monotonic() + 10
+while sys.getallocatedblocks() - before > 100 and time.monotonic() < deadline:
+    time.sleep(0.02)
+print(asked, sys.getallocatedblocks() - before)
+"""
+
+
+def test_names_that_were_asked_for_once_are_forgotten():
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES],
+        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    asked, left = map(int, done.stdout.split())
+    assert left <= 100, f"{asked} blocks were held, of names"
+
+
+def test_a_process_that_runs_can_be_told_to_hand_out_memory_as_a_server_does():
+    code = """
+import threading
+from pathlib import Path
+from tritone import allocator
+
+{}
+threads = [threading.Thread(target=lambda: kept.append(bytearray(60_000))) for _ in range(4)]
+kept = []
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+lines = Path("/proc/self/maps").read_text().splitlines()
+print(sum(int(line.partition("-")[0], 16) % (64 << 20) == 0 for line in lines))
+"""
+    arenas = []
+    for told in ("", "allocator.for_this_process()"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(told)], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        arenas.append(int(done.stdout))
+    assert arenas[0] > arenas[1] == 0
