@@ -10,6 +10,10 @@ the end of a heap. Each time Python's collector runs first, since cycles that li
 left alone it runs the more seldom the more there is. What was there at the start it does not look at again.
 Python's cache of attribute look-ups is emptied too. It keeps the names: where C code asks by a string of its
 own, as Triton's does for every tensor, each call leaves a name, up to 4,096 of them, among what lives long.
+
+Python's own allocator, of all that is small, keeps nearly every page that it ever used. So its room is taken
+at the start, for as many requests at once as there may be, and not by and by as more than ever before meet.
+How much of it is in use is a metric, see `num_blocks`.
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ SERVER = "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1:glibc.malloc.mmap
 ENGINE = "glibc.malloc.arena_max=1"
 GIVE_BACK_EVERY_S = 10.0
 MMAP_BYTES = 65536
+ARENA_BYTES = 1 << 20  # what Python's allocator maps at a time
+ARENA_BLOCKS = 1984  # of BLOCK_BYTES in one, which is its largest kind
+BLOCK_BYTES = 512
+SESSION_BYTES = 48 * 1024  # in small things, of a request in flight in its orchestrator
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
 
 
@@ -46,14 +54,19 @@ def for_this_process() -> None:
     mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
-def give_back_often(every_s: float = GIVE_BACK_EVERY_S) -> None:
+def num_blocks() -> int:
+    """What is alive in Python's allocator. The more of it with nothing to do, the more has leaked."""
+    return sys.getallocatedblocks()
+
+
+def give_back_often(every_s: float = GIVE_BACK_EVERY_S, sessions: int = 0) -> None:
     """Give the freed memory of this process back now and then, from a thread that ends with it.
 
-    To be called once everything is imported and loaded.
+    To be called once everything is imported and loaded. sessions: take room for so many at once.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # what glibc has
 
-    def run() -> None:
+    def run(_room: list[bytes]) -> None:
         while not never.wait(every_s):
             sys._clear_type_cache()
             gc.collect()
@@ -62,4 +75,11 @@ def give_back_often(every_s: float = GIVE_BACK_EVERY_S) -> None:
     never = threading.Event()
     gc.collect()
     gc.freeze()
-    threading.Thread(target=run, daemon=True, name="memory").start()
+    room = _take_room(-(-sessions * SESSION_BYTES // ARENA_BYTES))
+    threading.Thread(target=run, args=(room,), daemon=True, name="memory").start()
+
+
+def _take_room(arenas: int) -> list[bytes]:
+    """Touch all that Python's allocator has mapped, and so many arenas more, which the result keeps."""
+    blocks = [bytes(BLOCK_BYTES - sys.getsizeof(b"")) for _ in range((arenas + 1) * ARENA_BLOCKS)]
+    return blocks[ARENA_BLOCKS::ARENA_BLOCKS]  # what the old arenas had free is less than one
