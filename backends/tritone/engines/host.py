@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(stages) > 1:
         sys.setswitchinterval(SHARED_SWITCH_S)
     load_s = time.monotonic() - began_s
-    allocator.give_back_often()
+    allocator.give_back_often(deploy.max_in_flight * allocator.IN_ENGINE_BYTES)
     host.become(wire.Ready(load_s), loops)
     log.info("stages %s ready after %.1f s", arguments.stages, load_s)
     threading.Event().wait()

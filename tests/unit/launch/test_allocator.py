@@ -191,20 +191,18 @@ def own_kib():
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     return (resident - shared) * 4
 
-sessions = int(sys.argv[1])
-allocator.give_back_often(sessions=sessions)
+allocator.give_back_often(int(sys.argv[1]))
 begin = own_kib()
 small = [bytes(200) for _ in range(12_000)]
 print(own_kib() - begin)
 """
 
 
-def test_room_for_so_many_sessions_is_taken_at_the_start():
+def test_room_for_small_things_is_taken_at_the_start():
     grown = []
-    for sessions in (0, 64):
-        done = subprocess.run(
-            [sys.executable, "-c", ROOM, str(sessions)], capture_output=True, text=True, timeout=60
-        )
+    for room_bytes in (0, 3 << 20):
+        words = [sys.executable, "-c", ROOM, str(room_bytes)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         grown.append(int(done.stdout))
     assert grown[0] > 1500 and grown[1] < 500, "3 MB of small things find room that was there"
