@@ -13,7 +13,8 @@ own, as Triton's does for every tensor, each call leaves a name, up to 4,096 of 
 
 Python's own allocator, of all that is small, keeps nearly every page that it ever used. So its room is taken
 at the start, for as many requests at once as there may be, and not by and by as more than ever before meet.
-How much of it is in use is a metric, see `num_blocks`.
+How much of it is in use is a metric, see `num_blocks`. NumPy, too, keeps the buffers of small arrays, seven
+of each size: they are made at the start, side by side, where later each would hold a page of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import gc
 import sys
 import threading
 from collections.abc import MutableMapping
+
+import numpy as np
 
 VARIABLE = "GLIBC_TUNABLES"
 SERVER = "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=65536"
@@ -34,6 +37,7 @@ ARENA_BLOCKS = 1984  # of BLOCK_BYTES in one, which is its largest kind
 BLOCK_BYTES = 512
 # In small things, of a request in flight, at the worst moments of mixed load: 55, 15 and 7 KiB, rounded up.
 IN_ORCHESTRATOR_BYTES, IN_ENGINE_BYTES, IN_DOOR_BYTES = 64 << 10, 16 << 10, 8 << 10
+NUMPY_KEEPS, NUMPY_KEEPS_BELOW_BYTES = 7, 1024  # buffers of each size
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
 
 
@@ -74,10 +78,17 @@ def give_back_often(room_bytes: int = 0, every_s: float = GIVE_BACK_EVERY_S) -> 
             trim(0)
 
     never = threading.Event()
+    _fill_numpy()
     gc.collect()
     gc.freeze()
     room = _take_room(-(-room_bytes // ARENA_BYTES))
     threading.Thread(target=run, args=(room,), daemon=True, name="memory").start()
+
+
+def _fill_numpy() -> None:
+    """Of sizes that are whole words, as those of nearly all arrays are."""
+    for size_bytes in range(8, NUMPY_KEEPS_BELOW_BYTES, 8):
+        _ = [np.empty(size_bytes, np.uint8) for _ in range(NUMPY_KEEPS)]
 
 
 def _take_room(arenas: int) -> list[bytes]:
