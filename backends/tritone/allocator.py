@@ -40,6 +40,8 @@ IN_ORCHESTRATOR_BYTES, IN_ENGINE_BYTES, IN_DOOR_BYTES = 64 << 10, 16 << 10, 8 <<
 NUMPY_KEEPS, NUMPY_KEEPS_BELOW_BYTES = 7, 1024  # buffers of each size
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
 
+_alive: list[int] = []  # blocks, as last counted
+
 
 def for_server(env: MutableMapping[str, str]) -> None:
     """A user's own setting stays as it is."""
@@ -60,8 +62,11 @@ def for_this_process() -> None:
 
 
 def num_blocks() -> int:
-    """What is alive in Python's allocator. The more of it with nothing to do, the more has leaked."""
-    return sys.getallocatedblocks()
+    """What was alive in Python's allocator when memory was last given back; before that, what is now.
+
+    What grows of it while no more than before is asked has leaked.
+    """
+    return _alive[-1] if _alive else sys.getallocatedblocks()
 
 
 def give_back_often(room_bytes: int = 0, every_s: float = GIVE_BACK_EVERY_S) -> None:
@@ -75,6 +80,7 @@ def give_back_often(room_bytes: int = 0, every_s: float = GIVE_BACK_EVERY_S) -> 
         while not never.wait(every_s):
             sys._clear_type_cache()
             gc.collect()
+            _alive[:] = [sys.getallocatedblocks()]
             trim(0)
 
     never = threading.Event()

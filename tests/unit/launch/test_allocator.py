@@ -137,9 +137,9 @@ for name in names:
 del name, names
 asked = sys.getallocatedblocks() - before
 deadline = time.monotonic() + 10
-while sys.getallocatedblocks() - before > 100 and time.monotonic() < deadline:
+while allocator.num_blocks() - before > 100 and time.monotonic() < deadline:
     time.sleep(0.02)
-print(asked, sys.getallocatedblocks() - before)
+print(asked, allocator.num_blocks() - before)
 """
 
 
