@@ -27,11 +27,11 @@ from collections.abc import MutableMapping
 
 import numpy as np
 
+MMAP_BYTES = 16384  # below most chunks of sound
 VARIABLE = "GLIBC_TUNABLES"
-SERVER = "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=65536"
+SERVER = f"glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold={MMAP_BYTES}"
 ENGINE = "glibc.malloc.arena_max=1"
 GIVE_BACK_EVERY_S = 10.0
-MMAP_BYTES = 65536
 ARENA_BYTES = 1 << 20  # what Python's allocator maps at a time
 ARENA_BLOCKS = 1984  # of BLOCK_BYTES in one, which is its largest kind
 BLOCK_BYTES = 512

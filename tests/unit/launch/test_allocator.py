@@ -60,9 +60,9 @@ def held_mib():
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
-blocks = [libc.malloc(60_000) for _ in range(1000)]
+blocks = [libc.malloc(12_000) for _ in range(5000)]
 for block in blocks:
-    ctypes.memset(ctypes.c_void_p(block), 1, 60_000)
+    ctypes.memset(ctypes.c_void_p(block), 1, 12_000)
 for block in blocks[:-1]:
     libc.free(block)
 freed = held_mib()
@@ -163,7 +163,7 @@ from pathlib import Path
 from tritone import allocator
 
 {}
-threads = [threading.Thread(target=lambda: kept.append(bytearray(60_000))) for _ in range(4)]
+threads = [threading.Thread(target=lambda: kept.append(bytearray(12_000))) for _ in range(4)]
 kept = []
 for thread in threads:
     thread.start()
