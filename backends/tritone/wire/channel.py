@@ -44,9 +44,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
-        self._room = memoryview(
-            bytearray(INLINE_BYTES + 1)
-        )  # a packet comes here, and what it holds is copied
+        self._room = memoryview(bytearray(INLINE_BYTES + 1))  # a packet comes here; what it holds is copied
 
     def fileno(self) -> int:
         return self._sock.fileno()
