@@ -1,7 +1,7 @@
 """What the processes of a server hold: memory, shared memory, descriptors, threads; and whether it grows.
 
 The pages of a process show what all of its allocators keep, free room included; the blocks that are alive in
-Python's, which the server tells as a metric, show a leak of one object in a hundred requests.
+Python's, which the server tells as a metric, show a leak of one object in twenty requests.
 """
 
 from __future__ import annotations
