@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tritone.errors import TritoneError, Unavailable
 from tritone.server import Listen
 
-PASSING_CLASSES = 4096
+PASSING_CLASSES = 2048
 TLS_OPTIONS = ("--grpc-use-ssl", "--grpc-use-ssl-mutual")
 
 
