@@ -236,17 +236,18 @@ class EngineLink:
             if now > next_beat_s and self.process is not None and self.process.runs:
                 next_beat_s = now + BEAT_EVERY_S
                 self._check_beat()
-            for number, (_, deadline) in self._calls.copy().items():
-                if now > deadline:
-                    what = (
-                        f"the engine of stage {self._stage} did not answer within {self._call_timeout_s:g} s"
-                    )
-                    self._settle(number, error=Unavailable(what, "try again; the server log may tell why"))
+            self._fail_late(now)  # and hold no answer while waiting
             if self.process is not None and not self._ready.is_set():
                 limit_s = self.process.spec.load_timeout_s
                 if now - self._began_s > limit_s and self.process.pid is not None:
                     log.error("stage %s: its engine did not load within %g s", self._stage, limit_s)
                     self.process.end()
+
+    def _fail_late(self, now: float) -> None:
+        for number, (_, deadline) in self._calls.copy().items():
+            if now > deadline:
+                what = f"the engine of stage {self._stage} did not answer within {self._call_timeout_s:g} s"
+                self._settle(number, error=Unavailable(what, "try again; the server log may tell why"))
 
     def _check_beat(self) -> None:
         """Look at the last beat, end the process if it hangs, and ask for the next."""
