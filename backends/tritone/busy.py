@@ -37,18 +37,7 @@ class BusyTimes:
         Where there are more, the shortest gaps between them are filled.
         """
         spans: Array = np.concatenate([np.zeros((0, 2)), *self._spans.get(stage, ())])
-        if not len(spans):
-            return spans
-        spans = spans[np.argsort(spans[:, 0], kind="stable")]
-        reached = np.maximum.accumulate(spans[:, 1])
-        gaps = spans[1:, 0] - reached[:-1]
-        starts = np.flatnonzero(gaps > 0)
-        if len(starts) >= most:
-            starts = np.sort(starts[np.argsort(-gaps[starts], kind="stable")[: most - 1]])
-        begins = spans[np.concatenate([[0], starts + 1]), 0]
-        ends = reached[np.concatenate([starts, [len(spans) - 1]])]
-        disjoint: Array = np.stack([begins, ends], axis=1)
-        return disjoint
+        return thinned(spans[np.argsort(spans[:, 0], kind="stable")], most)
 
     def idle_s(self, begin_s: float, end_s: float) -> float:
         """Seconds from `begin_s` to `end_s` in which no stage computed."""
@@ -59,3 +48,21 @@ class BusyTimes:
             idle_s += max(0.0, begin - reached_s)
             reached_s = max(reached_s, end)
         return idle_s + max(0.0, end_s - reached_s)
+
+
+def thinned(spans: Array, most: int) -> Array:
+    """Spans with ascending begins, made disjoint: float64 [n, 2] with n at most `most`.
+
+    Where there are more, the shortest gaps between them are filled.
+    """
+    if not len(spans):
+        return spans
+    reached = np.maximum.accumulate(spans[:, 1])
+    gaps = spans[1:, 0] - reached[:-1]
+    starts = np.flatnonzero(gaps > 0)
+    if len(starts) >= most:
+        starts = np.sort(starts[np.argsort(-gaps[starts], kind="stable")[: most - 1]])
+    begins = spans[np.concatenate([[0], starts + 1]), 0]
+    ends = reached[np.concatenate([starts, [len(spans) - 1]])]
+    disjoint: Array = np.stack([begins, ends], axis=1)
+    return disjoint

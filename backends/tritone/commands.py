@@ -12,8 +12,8 @@ import json
 import sys
 from pathlib import Path
 
+from tritone import allocator, deploy_file, pbtxt, pipelines, profiling, repository, wire
 from tritone import deploy as deploys
-from tritone import deploy_file, pbtxt, pipelines, profiling, repository, wire
 from tritone import server as servers
 from tritone.asked import Asked, ServeOptions
 from tritone.chain import chain
@@ -52,6 +52,7 @@ def _say_if_heard(line: str) -> None:
 def serve(args: argparse.Namespace) -> int:
     from tritone import serve as serving
 
+    allocator.for_this_process()
     options = ServeOptions(
         targets=tuple(args.targets),
         overrides=_overrides(args),
@@ -68,6 +69,7 @@ def serve(args: argparse.Namespace) -> int:
     )
     asked = Asked()
     asked.listen()
+    allocator.give_back_often()
     return serving.serve(options, _say_if_heard, asked)
 
 

@@ -188,23 +188,27 @@ class EngineLink:
 
     def _read(self, channel: wire.Channel) -> None:
         while True:
-            match channel.receive():
-                case wire.Ready(load_s):
-                    self._load_s = load_s
-                    self.loads += 1
-                    self._failure = None
-                    self._ready.set()
-                case wire.LoadFailed(what, cure):
-                    self._failure = ConfigError(what, cure)
-                    raise wire.Disconnected(f"it cannot load: {what}; {cure}")
-                case wire.Refused(call, code, what, cure):
-                    self._settle(call, error=from_code(code, what, cure))
-                case wire.Opened(call) | wire.Ran(call) | wire.Pong(call) as answer:
-                    self._settle(call, answer)
-                case wire.Loading():
-                    pass
-                case other:
-                    log.warning("unexpected %s", type(other).__name__)
+            self._take(channel.receive())  # and hold nothing of it while waiting
+
+    def _take(self, message: Any) -> None:
+        """Raises Disconnected when the engine says that it cannot load."""
+        match message:
+            case wire.Ready(load_s=load_s):
+                self._load_s = load_s
+                self.loads += 1
+                self._failure = None
+                self._ready.set()
+            case wire.LoadFailed(what=what, cure=cure):
+                self._failure = ConfigError(what, cure)
+                raise wire.Disconnected(f"it cannot load: {what}; {cure}")
+            case wire.Refused(call=call, code=code, what=what, cure=cure):
+                self._settle(call, error=from_code(code, what, cure))
+            case wire.Opened(call=call) | wire.Ran(call=call) | wire.Pong(call=call):
+                self._settle(call, message)
+            case wire.Loading():
+                pass
+            case _:
+                log.warning("unexpected %s", type(message).__name__)
 
     def _settle(self, number: int, answer: Any = None, error: TritoneError | None = None) -> None:
         with self._lock:
@@ -232,17 +236,18 @@ class EngineLink:
             if now > next_beat_s and self.process is not None and self.process.runs:
                 next_beat_s = now + BEAT_EVERY_S
                 self._check_beat()
-            for number, (_, deadline) in self._calls.copy().items():
-                if now > deadline:
-                    what = (
-                        f"the engine of stage {self._stage} did not answer within {self._call_timeout_s:g} s"
-                    )
-                    self._settle(number, error=Unavailable(what, "try again; the server log may tell why"))
+            self._fail_late(now)  # and hold no answer while waiting
             if self.process is not None and not self._ready.is_set():
                 limit_s = self.process.spec.load_timeout_s
                 if now - self._began_s > limit_s and self.process.pid is not None:
                     log.error("stage %s: its engine did not load within %g s", self._stage, limit_s)
                     self.process.end()
+
+    def _fail_late(self, now: float) -> None:
+        for number, (_, deadline) in self._calls.copy().items():
+            if now > deadline:
+                what = f"the engine of stage {self._stage} did not answer within {self._call_timeout_s:g} s"
+                self._settle(number, error=Unavailable(what, "try again; the server log may tell why"))
 
     def _check_beat(self) -> None:
         """Look at the last beat, end the process if it hangs, and ask for the next."""

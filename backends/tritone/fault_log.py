@@ -6,6 +6,7 @@ and of the interpreter do not, and are shown.
 
 from __future__ import annotations
 
+import linecache
 import logging
 import traceback
 from pathlib import Path
@@ -23,8 +24,9 @@ MAX_CHARACTERS = 300
 
 def described(error: BaseException) -> str:
     """One line about an exception, e.g. "KeyError at text.py:81"."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        place = f" at {Path(frame.f_code.co_filename).name}:{line}"
     return f"{_named(error)}{place}"
 
 
@@ -41,6 +43,7 @@ class FaultFormatter(logging.Formatter):
             frames = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)))
             parts.append(f"Traceback (most recent call last):\n{frames}{_named(error)}")
             error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        linecache.clearcache()  # it would keep every line of the files that were shown
         return "\n\nthen, while that was handled:\n\n".join(reversed(parts))
 
 

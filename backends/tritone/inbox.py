@@ -134,12 +134,12 @@ class Inbox:
             for _ in range(MESSAGES_A_TURN):
                 message = channel.receive(socket.MSG_DONTWAIT)
                 match message:
-                    case wire.Hello(address):
+                    case wire.Hello(address=address):
                         self._channels[channel] = address
-                    case wire.Drain(grace_s, why):
+                    case wire.Drain(grace_s=grace_s, why=why):
                         ending = self._loop.create_task(self._drain(grace_s, why))
                         ending.add_done_callback(lambda _: self._drop(channel))
-                    case wire.Pieces(pieces):
+                    case wire.Pieces(pieces=pieces):
                         for piece in pieces:
                             self._deliver(piece)
                     case _:

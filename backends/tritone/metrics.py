@@ -106,6 +106,10 @@ IN_FLIGHT_LIMIT = Family(
 )
 QUEUED = Family("tritone_requests_queued", "GAUGE", REQUEST, "Requests that wait for their turn.")
 
+BLOCKS = Family(
+    "tritone_pipeline_blocks", "GAUGE", REQUEST, "What is alive in Python's allocator in an orchestrator."
+)
+
 ENGINE_UP = Family(
     "tritone_engine_up", "GAUGE", STAGE, "1 while the engine of a stage serves, 0 while it is restarted."
 )
@@ -125,6 +129,12 @@ BATCH_SIZE = Family(
 BATCHES = Family("tritone_stage_batches_total", "COUNTER", STAGE, "Steps that gave something, or batches.")
 BATCHED = Family(
     "tritone_stage_batched_total", "COUNTER", STAGE, "Requests in all steps, or chunks in all batches."
+)
+DOOR_BLOCKS = Family(
+    "tritone_stage_door_blocks", "GAUGE", STAGE, "What is alive in Python's allocator in the door of a stage."
+)
+ENGINE_BLOCKS = Family(
+    "tritone_stage_engine_blocks", "GAUGE", STAGE, "What is alive in Python's allocator in an engine."
 )
 CONNECTOR_BYTES = Family(
     "tritone_connector_bytes_total", "COUNTER", STAGE, "What a stage took from the stages before it."

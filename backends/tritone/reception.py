@@ -123,9 +123,12 @@ class Reception:
     def _watch_cancels(self) -> None:
         """Asks Triton about each live request, and ends those whose client left."""
         while not self._closing.wait(CANCEL_POLL_S):
-            for arrival, task in self._tasks.copy().items():
-                try:
-                    if arrival.reply.is_cancelled():
-                        self._loop.call_soon_threadsafe(task.cancel)
-                except Exception as error:
-                    log_error(f"{self._name}: cannot ask about a cancellation: {described(error)}")
+            self._look_for_cancels()  # and hold no request while waiting
+
+    def _look_for_cancels(self) -> None:
+        for arrival, task in self._tasks.copy().items():
+            try:
+                if arrival.reply.is_cancelled():
+                    self._loop.call_soon_threadsafe(task.cancel)
+            except Exception as error:
+                log_error(f"{self._name}: cannot ask about a cancellation: {described(error)}")

@@ -145,7 +145,7 @@ class StageDoor:
             self.close()
             raise
         self._publisher.start(StageTally(self._publisher, self.own, self.model).look)
-        allocator.give_back_often()
+        allocator.give_back_often(self.deploy.max_in_flight * allocator.IN_DOOR_BYTES)
 
     @property
     def is_ready(self) -> bool:

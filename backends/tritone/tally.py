@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tritone import metrics as m
 from tritone import wire
+from tritone.allocator import num_blocks
 from tritone.errors import EngineLost, TritoneError
 from tritone.metrics import Family, Publisher
 
@@ -74,6 +75,7 @@ class RequestTally:
         self._publisher.set(m.IN_FLIGHT, self._admission.running)
         self._publisher.set(m.QUEUED, self._admission.queued)
         self._publisher.set(m.IN_FLIGHT_LIMIT, self._limit)
+        self._publisher.set(m.BLOCKS, num_blocks())
 
     def ended(self, arrival: Arrival, error: TritoneError | None) -> None:
         """A request has ended, with an answer or this error. One that operates the server does not count."""
@@ -133,6 +135,7 @@ GAUGES: Mapping[str, Family] = {  # by the key of an engine's figures
     "kv_tokens": m.KV_TOKENS,
     "kv_capacity_tokens": m.KV_CAPACITY,
     "state_bytes": m.STATE_BYTES,
+    "blocks": m.ENGINE_BLOCKS,
     "connector_queued_bytes": m.CONNECTOR_QUEUED,
     "connector_in_flight_bytes": m.CONNECTOR_IN_FLIGHT,
 }
@@ -162,6 +165,7 @@ class StageTally:
     def look(self) -> None:
         """Take the answer to the last question, and ask again; called by the publisher."""
         self._publisher.set(m.ENGINE_UP, float(self._link.is_ready))
+        self._publisher.set(m.DOOR_BLOCKS, num_blocks())
         loads = self._link.loads
         if loads != self._loads:
             self._publisher.count(m.ENGINE_RESTARTS, loads - max(self._loads, 1))

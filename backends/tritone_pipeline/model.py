@@ -24,7 +24,7 @@ class TritonPythonModel:
         tracer = open_tracer(deploy.tracing, args["model_name"], {"tritone.pipeline": deploy.pipeline.name})
         self._orchestrator = Orchestrator(deploy, facts, name, address, may_stream, key, tracer)
         self._readiness = Readiness(self._orchestrator.states)
-        allocator.give_back_often()
+        allocator.give_back_often(deploy.max_in_flight * allocator.IN_ORCHESTRATOR_BYTES)
 
     def execute(self, requests):
         for request in requests:

@@ -30,6 +30,7 @@ class RunningServer:
     process: subprocess.Popen
     grpc_url: str
     http_url: str
+    metrics_url: str
     folder: Path  # engines of this server name it in their command line
     log: Path
     server_pid: int  # of tritonserver itself
@@ -143,7 +144,8 @@ def serve(tmp_path_factory):
 
             wait_until(ready, START_TIMEOUT_S, f"not ready: {log}", every_s=0.1)
             facts = json.loads((run_folder / "ready.json").read_text())
-            server = RunningServer(process, facts["grpc"], facts["http"], run_folder, log, facts["pid"])
+            urls = [facts[kind] for kind in ("grpc", "http", "metrics")]
+            server = RunningServer(process, *urls, run_folder, log, facts["pid"])
             ends.push(own.pop_all())
         servers.append(server)
         return server
@@ -188,9 +190,8 @@ def plain_server(tmp_path):
         with log.open("wb") as output, contextlib.ExitStack() as own:
             options = {"env": packaged.environment(found, python), "stdout": output, "stderr": output}
             process = own.enter_context(running(words, **options))
-            server = RunningServer(
-                process, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", tmp_path, log, process.pid
-            )
+            urls = f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", f"http://127.0.0.1:{metrics}/metrics"
+            server = RunningServer(process, *urls, tmp_path, log, process.pid)
 
             def ready():
                 assert process.poll() is None, tail(log)

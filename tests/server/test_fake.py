@@ -69,7 +69,7 @@ async def test_many_at_once_are_all_exact(server):
 
 async def test_requests_left_at_random_points_leave_nothing(server):
     report = await soak_load.memory(
-        server, requests=96, aborted=32, warm_up=32, at_once=16, allowed_kib=20, settle_s=0
+        server, requests=96, aborted=32, warm_up=64, at_once=16, allowed_kib=20, allowed_blocks=20, settle_s=0
     )
     figures = sound(report)
     assert figures["left"] + figures["exact"] == 96 and figures["left"] >= 1

@@ -3,7 +3,8 @@
     python tests/soak/soak.py [PART ...] [--scale 0.1] [--minutes 30] [--json FILE]
 
     a  load         2,000 requests, 64 at a time
-    b  memory       5,000 requests of which 1,000 are left at random points: slopes of all processes
+    b  memory       5,000 requests of which 1,000 are left at random points: no slope of any process, over all
+                    of them, of pages or of live blocks
     c  aborts       1,000 listeners, and 200 over HTTP, leave after the first chunk; then 10 stay
     d  admission    4 times as many requests at once as are allowed
     e  plain        a and d on plain tritonserver with its default thread pool

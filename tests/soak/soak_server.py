@@ -28,6 +28,7 @@ class SoakServer:
     process: subprocess.Popen[bytes]  # `tritone serve`, or tritonserver itself; all others are below it
     grpc_url: str
     http_url: str
+    metrics_url: str
     health_url: str = ""  # of `tritone serve`
 
     def client(self, pipeline: str) -> AsyncTritoneClient:
@@ -44,7 +45,8 @@ def served(target: str, folder: Path, overrides: tuple[str, ...] = ()) -> Iterat
     with _process(words, folder.with_suffix(".console")) as process:
         _until(ready.exists, process, folder / "server.log")
         facts = json.loads(ready.read_text())
-        yield SoakServer(process, facts["grpc"], facts["http"], facts["health"])
+        urls = [facts[kind] for kind in ("grpc", "http", "metrics", "health")]
+        yield SoakServer(process, *urls)
 
 
 @contextlib.contextmanager
@@ -63,7 +65,8 @@ def plain(target: str, folder: Path) -> Iterator[SoakServer]:
     with _process(words, log, servers.environment(found, python)) as process:
         http = f"http://127.0.0.1:{ports['http']}"
         _until(lambda: _answers(f"{http}/v2/health/ready"), process, log)
-        yield SoakServer(process, f"127.0.0.1:{ports['grpc']}", http)
+        metrics = f"http://127.0.0.1:{ports['metrics']}/metrics"
+        yield SoakServer(process, f"127.0.0.1:{ports['grpc']}", http, metrics)
 
 
 @contextlib.contextmanager

@@ -106,12 +106,7 @@ class Host:
 
         try:
             while True:
-                message = channel.receive()
-                if isinstance(message, wire.Piece):
-                    for connector in self._connectors(message.stage):
-                        connector.receive(message, channel)
-                else:
-                    self._dispatch(message, answer)
+                self._take(channel.receive(), channel, answer)  # and hold nothing of it while waiting
         except wire.Disconnected:
             pass
         except Exception:  # the peer hears that the channel is gone, and waits for no answer
@@ -122,6 +117,13 @@ class Host:
             channel.close()
             for connector in self._connectors(*self._loops):
                 connector.producer_lost(channel)
+
+    def _take(self, message: Any, channel: wire.Channel, answer: Callable[[wire.AnyMessage], None]) -> None:
+        if isinstance(message, wire.Piece):
+            for connector in self._connectors(message.stage):
+                connector.receive(message, channel)
+        else:
+            self._dispatch(message, answer)
 
     def _connectors(self, *models: str) -> list[LocalConnector]:
         """The connectors of those of the stages that are here and batch by themselves."""
@@ -143,10 +145,10 @@ class Host:
                     loop.post(partial(loop.batch, message, answer))
                 else:
                     answer(self._unknown_stage(message))
-            case wire.Cancel(session):
+            case wire.Cancel(session=session):
                 for loop in self._loops.values():
                     loop.post(partial(loop.cancel, session))
-            case wire.Ping(call):
+            case wire.Ping(call=call):
                 answer(wire.Pong(call, {model: loop.stats() for model, loop in self._loops.items()}))
             case wire.TraceTorch():
                 answer(self._torch_trace.answer(message))  # its connection waits for nothing else
@@ -247,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(stages) > 1:
         sys.setswitchinterval(SHARED_SWITCH_S)
     load_s = time.monotonic() - began_s
-    allocator.give_back_often()
+    allocator.give_back_often(deploy.max_in_flight * allocator.IN_ENGINE_BYTES)
     host.become(wire.Ready(load_s), loops)
     log.info("stages %s ready after %.1f s", arguments.stages, load_s)
     threading.Event().wait()

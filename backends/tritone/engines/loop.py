@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tritone import wire
+from tritone.allocator import num_blocks
 from tritone.engines.stage_stream import StageStream
 from tritone.tracing import Tracer
 
@@ -59,7 +60,7 @@ class Loop(ABC):
 
     def stats(self) -> dict[str, Any]:
         """The figures of the last turn, and its age."""
-        counts = {"batches": self._num_batches, "batched": self._num_batched}
+        counts = {"batches": self._num_batches, "batched": self._num_batched, "blocks": num_blocks()}
         return {**self._stats, **counts, "beat_age_s": time.monotonic() - self._beat_s}
 
     def run(self) -> None:

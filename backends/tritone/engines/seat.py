@@ -33,7 +33,6 @@ class Seat:
     gates: dict[int, FrameGate] = field(default_factory=dict)  # by index of a route whose frames may wait
     whole: bool = False  # the engine gets nothing before all sources have ended
     held: list[Delivery] = field(default_factory=list)  # what came until then, in order
-    busy: list[tuple[float, float]] = field(default_factory=list)  # when the engine computed meanwhile
     span: Span = NO_SPAN
 
     def times(self, ended_s: float) -> wire.StageTimes:

@@ -19,6 +19,7 @@ import numpy as np
 from tritone import wire
 from tritone.connectors.base import Connector, Delivery, Key
 from tritone.engines.base import Delta, Engine, Value
+from tritone.engines.busy_log import BusyLog
 from tritone.engines.loop import Answer, Loop
 from tritone.engines.peers import Peers
 from tritone.engines.seat import NO_USAGE, Seat
@@ -64,6 +65,7 @@ class StageLoop(Loop):
         # Of sessions that have finished here, while some of their output is still to be taken: it dies with
         # this process, and with the one after it.
         self._undelivered: dict[str, Seat] = {}
+        self._busy = BusyLog()
         self._failed_steps = 0
         self._outbox: dict[str, list[wire.Piece]] = {}  # by inbox: what goes out with the step's other pieces
 
@@ -76,7 +78,7 @@ class StageLoop(Loop):
         if self._engine.has_work:
             began_s = time.monotonic()
             deltas = self._step()
-            self._note_busy(began_s)
+            self._busy.note(began_s, time.monotonic())
             self._num_batches += bool(deltas)
             self._num_batched += len(deltas)
             self._note_batch(deltas)
@@ -97,11 +99,6 @@ class StageLoop(Loop):
             if self._failed_steps >= MAX_FAILED_STEPS:
                 raise
             return []
-
-    def _note_busy(self, began_s: float) -> None:
-        span = (began_s, time.monotonic())
-        for seat in self._seats.values():
-            seat.busy.append(span)
 
     def _note_batch(self, deltas: list[Delta]) -> None:
         sessions = {delta.session for delta in deltas if delta.outputs}
@@ -309,7 +306,7 @@ class StageLoop(Loop):
 
     def _finished(self, delta: Delta, seat: Seat, now: float, is_delivered: bool) -> wire.Finished:
         reason, usage = delta.finish_reason or "stop", dict(delta.usage)
-        busy = np.asarray(seat.busy, np.float64).reshape(-1, 2)
+        busy = self._busy.since(seat.opened_s)
         return wire.Finished(delta.session, self.model, reason, usage, seat.times(now), busy, is_delivered)
 
     def _failed(self, session: str, error: TritoneError) -> wire.Failed:

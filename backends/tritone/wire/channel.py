@@ -44,6 +44,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
+        self._room = memoryview(bytearray(INLINE_BYTES + 1))  # a packet comes here; what it holds is copied
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -113,8 +114,8 @@ class Channel:
     def receive(self, flags: int = 0) -> Any:
         """The next message. Raises Disconnected at the end, BlockingIOError if MSG_DONTWAIT finds none."""
         try:
-            data, rights, message_flags, _ = self._sock.recvmsg(
-                INLINE_BYTES + 1, socket.CMSG_SPACE(4), flags | socket.MSG_CMSG_CLOEXEC
+            size, rights, message_flags, _ = self._sock.recvmsg_into(
+                [self._room], socket.CMSG_SPACE(4), flags | socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             raise
@@ -122,7 +123,7 @@ class Channel:
             return self.receive(flags)
         except OSError as error:
             raise Disconnected(str(error)) from None
-        if not data:
+        if not size:
             raise Disconnected("end of stream")
         descriptors = [
             struct.unpack("i", payload[:4])[0] for _, kind, payload in rights if kind == socket.SCM_RIGHTS
@@ -130,8 +131,8 @@ class Channel:
         try:
             if message_flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise Disconnected("a packet was cut short")
-            if data[:1] == _INLINE:
-                return decode(memoryview(data)[1:])
+            if self._room[:1] == _INLINE:
+                return decode(bytes(self._room[1:size]))
             size = os.fstat(descriptors[0]).st_size
             if size < MAP_BYTES:
                 return decode(os.pread(descriptors[0], size, 0))

@@ -31,7 +31,7 @@ def _enc_hook(value: Any) -> Any:
     raise NotImplementedError(f"cannot send {type(value).__name__}")
 
 
-@functools.lru_cache(256)  # of few kinds, over and over: the frames of every session of every step
+@functools.lru_cache(32)  # of few kinds, over and over: the frames of every session of every step
 def _head(dtype: str, shape: tuple[int, ...]) -> bytes:
     """What says how the bytes of an array are read."""
     head = msgspec.msgpack.encode((dtype, shape))

@@ -1,5 +1,6 @@
 """The log tells where a fault is, and nothing of what a client sent."""
 
+import linecache
 import logging
 
 import pytest
@@ -65,3 +66,11 @@ def test_what_the_machine_says_is_logged(error):
 def test_causes_come_before_what_they_caused():
     trace = formatted(raised(fail_while_handling))
     assert trace.index("ValueError") < trace.index("RuntimeError: the step failed")
+
+
+def test_a_fault_that_was_told_leaves_no_lines_of_files_behind():
+    linecache.clearcache()
+    error = raised(fail_while_handling)
+    described(error)
+    assert "fail_while_handling" in formatted(error)
+    assert linecache.cache == {}

@@ -166,12 +166,13 @@ def test_the_known_ends_are_shown_before_there_are_any():
     assert {key[1] for key in sheet.counts} == {"false"} and len(sheet.counts) == 8
 
 
-async def test_gauges_say_who_runs_and_who_waits():
+async def test_gauges_say_who_runs_and_who_waits(monkeypatch):
+    monkeypatch.setattr("tritone.tally.num_blocks", lambda: 90_000)
     sheet, admission = Sheet(), Admission(4, 2)
     requests = RequestTally(sheet, True, 4, admission)
     async with admission.turn():
         requests.look()
-    assert sheet.levels == {m.IN_FLIGHT: 1, m.QUEUED: 0, m.IN_FLIGHT_LIMIT: 4}
+    assert sheet.levels == {m.IN_FLIGHT: 1, m.QUEUED: 0, m.IN_FLIGHT_LIMIT: 4, m.BLOCKS: 90_000}
 
 
 class Link:
@@ -197,11 +198,12 @@ def sheet():
 
 
 def test_what_an_engine_counts_grows_by_what_is_new(sheet):
-    link = Link(active=3, batches=10, batched=40, connector_bytes_taken=0)
+    link = Link(active=3, batches=10, batched=40, blocks=700, connector_bytes_taken=0)
     stage = StageTally(sheet, link, "m")
     stage.look()
     stage.look()
-    assert sheet.levels == {m.ENGINE_UP: 1, m.SESSIONS: 3, m.BATCH_SIZE: 4}
+    assert sheet.levels.pop(m.DOOR_BLOCKS) > 10_000
+    assert sheet.levels == {m.ENGINE_UP: 1, m.SESSIONS: 3, m.BATCH_SIZE: 4, m.ENGINE_BLOCKS: 700}
     link.figures.update(active=1, batches=12, batched=43)
     stage.look()
     stage.look()

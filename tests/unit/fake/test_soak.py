@@ -4,13 +4,14 @@ import asyncio
 import os
 import subprocess
 import sys
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 
 from soak_listener import Job, all_of, listen
 from soak_report import Report, spread
-from soak_watch import processor_s, processors_s, read, slope, tree
+from soak_watch import Slope, processor_s, processors_s, read, read_blocks, slope, slopes, tree
 from tritone.audio import to_s16
 from tritone.pipelines.fake.orders import Orders
 from tritone.pipelines.fake.signal import encode, voice_of
@@ -112,6 +113,33 @@ def test_growth_is_told_from_noise():
     flat, growing = slope(requests, 5000 + noise), slope(requests, 5000 + 0.5 * requests + noise)
     assert not flat.exceeds(0.1) and growing.exceeds(0.1)
     assert growing.per_request == pytest.approx(0.5, abs=3 * growing.error) and growing.error < 0.05
+
+
+def test_growth_beyond_twice_its_error_is_no_noise():
+    assert Slope(0.21, 0.1).exceeds(0.01) and not Slope(0.19, 0.1).exceeds(0.01)
+    assert not Slope(0.009, 0.001).exceeds(0.01) and not Slope(-0.5, 0.1).exceeds(0.01)
+
+
+def test_slopes_are_of_what_was_there_all_along():
+    found = slopes([0, 1, 2], [{"a": 1, "b": 5}, {"a": 3}, {"a": 5, "c": 7}])
+    assert found.keys() == {"a"} and found["a"].per_request == pytest.approx(2)
+
+
+def test_live_blocks_are_read_from_the_metrics_of_a_server():
+    page = """# TYPE tritone_pipeline_blocks gauge
+tritone_pipeline_blocks{model="fake",pipeline="fake"} 159548
+tritone_pipeline_blocks{model="fake_sync",pipeline="fake"} 158154
+tritone_stage_door_blocks{instance="cpu/0",pipeline="fake",stage="wave"} 155845
+tritone_stage_engine_blocks{instance="cpu/0",pipeline="fake",stage="wave"} 150555
+tritone_stage_sessions{instance="cpu/0",pipeline="fake",stage="wave"} 3
+"""
+    assert read_blocks(f"data:,{quote(page)}") == {
+        "pipeline fake": 159548,
+        "pipeline fake_sync": 158154,
+        "stage door wave": 155845,
+        "stage engine wave": 150555,
+    }
+    assert read_blocks("data:,") == {}
 
 
 def test_a_tree_of_processes_is_read():

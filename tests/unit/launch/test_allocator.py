@@ -60,9 +60,9 @@ def held_mib():
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
-blocks = [libc.malloc(60_000) for _ in range(1000)]
+blocks = [libc.malloc(12_000) for _ in range(5000)]
 for block in blocks:
-    ctypes.memset(ctypes.c_void_p(block), 1, 60_000)
+    ctypes.memset(ctypes.c_void_p(block), 1, 12_000)
 for block in blocks[:-1]:
     libc.free(block)
 freed = held_mib()
@@ -121,3 +121,92 @@ def test_what_refers_to_itself_alone_is_found_and_the_start_is_not_looked_at_aga
     found, looked_at = done.stdout.split()
     assert found == "True"
     assert int(looked_at) < 1000
+
+
+NAMES = """
+import sys, time
+from tritone import allocator
+
+class Node: pass
+
+allocator.give_back_often(every_s=0.05)
+names = [f"missing_{number}" for number in range(20_000)]
+node, before = Node(), sys.getallocatedblocks() - len(names)
+for name in names:
+    getattr(node, name, None)
+del name, names
+asked = sys.getallocatedblocks() - before
+deadline = time.monotonic() + 10
+while allocator.num_blocks() - before > 100 and time.monotonic() < deadline:
+    time.sleep(0.02)
+print(asked, allocator.num_blocks() - before)
+"""
+
+
+def test_names_that_were_asked_for_once_are_forgotten():
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES],
+        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    asked, left = map(int, done.stdout.split())
+    assert left <= 100, f"{asked} blocks were held, of names"
+
+
+def test_a_process_that_runs_can_be_told_to_hand_out_memory_as_a_server_does():
+    code = """
+import threading
+from pathlib import Path
+from tritone import allocator
+
+def arenas():
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(int(line.partition("-")[0], 16) % (64 << 20) == 0 for line in lines)
+
+{}
+begin = arenas()
+threads = [threading.Thread(target=lambda: kept.append(bytearray(12_000))) for _ in range(4)]
+kept = []
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(arenas() - begin)
+"""
+    made = []
+    for told in ("", "allocator.for_this_process()"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(told)], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        made.append(int(done.stdout))
+    assert made[0] > made[1] == 0
+
+
+ROOM = """
+import sys
+from pathlib import Path
+from tritone import allocator
+
+def own_kib():
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - shared) * 4
+
+allocator.give_back_often(int(sys.argv[1]))
+begin = own_kib()
+small = [bytes(200) for _ in range(12_000)]
+print(own_kib() - begin)
+"""
+
+
+def test_room_for_small_things_is_taken_at_the_start():
+    grown = []
+    for room_bytes in (0, 3 << 20):
+        words = [sys.executable, "-c", ROOM, str(room_bytes)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        grown.append(int(done.stdout))
+    assert grown[0] > 1500 and grown[1] < 500, "3 MB of small things find room that was there"
