@@ -6,8 +6,9 @@ import weakref
 
 import pytest
 
+from waiting import wait_until
+
 from . import fake_triton_backend as fake
-from .waiting import wait_until
 
 with fake.installed():
     from tritone.reception import CANCEL_POLL_S, Reception
