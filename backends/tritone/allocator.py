@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 import threading
 from collections.abc import MutableMapping
@@ -38,6 +39,7 @@ BLOCK_BYTES = 512
 # In small things, of a request in flight, at the worst moments of mixed load: 55, 15 and 7 KiB, rounded up.
 IN_ORCHESTRATOR_BYTES, IN_ENGINE_BYTES, IN_DOOR_BYTES = 64 << 10, 16 << 10, 8 << 10
 NUMPY_KEEPS, NUMPY_KEEPS_BELOW_BYTES = 7, 1024  # buffers of each size
+MOST_ROOM_BYTES = 16 << 20  # however many requests a deploy file allows
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
 
 _alive: list[int] = []  # blocks, as last counted
@@ -56,6 +58,8 @@ def for_engine(env: MutableMapping[str, str]) -> None:
 
 def for_this_process() -> None:
     """What `for_server` sets, as far as a process that runs can still be told. Before it has threads."""
+    if VARIABLE in os.environ:
+        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # what glibc has
     mallopt(M_ARENA_MAX, 1)
     mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
@@ -87,7 +91,7 @@ def give_back_often(room_bytes: int = 0, every_s: float = GIVE_BACK_EVERY_S) -> 
     _fill_numpy()
     gc.collect()
     gc.freeze()
-    room = _take_room(-(-room_bytes // ARENA_BYTES))
+    room = _take_room(-(-min(room_bytes, MOST_ROOM_BYTES) // ARENA_BYTES))
     threading.Thread(target=run, args=(room,), daemon=True, name="memory").start()
 
 

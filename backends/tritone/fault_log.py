@@ -39,11 +39,15 @@ class FaultFormatter(logging.Formatter):
     ) -> str:
         error: Any = ei[1]
         parts: list[str] = []
+        shown: set[str] = set()
         while error is not None and len(parts) < 8:
-            frames = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)))
-            parts.append(f"Traceback (most recent call last):\n{frames}{_named(error)}")
+            frames = traceback.extract_tb(error.__traceback__)
+            shown.update(frame.filename for frame in frames)
+            told = "".join(traceback.format_list(frames))
+            parts.append(f"Traceback (most recent call last):\n{told}{_named(error)}")
             error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        linecache.clearcache()  # it would keep every line of the files that were shown
+        for name in shown:
+            linecache.cache.pop(name, None)  # it would keep every line of the files that were shown
         return "\n\nthen, while that was handled:\n\n".join(reversed(parts))
 
 

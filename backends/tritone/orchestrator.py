@@ -10,6 +10,7 @@ Triton-batched stage is called by BLS, a call a chunk. Nothing here holds a serv
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import threading
@@ -269,11 +270,12 @@ class Orchestrator:
                         case wire.Delivered(source=source):
                             session.undelivered.discard(self._stage_names[source])
                     if session.mail.empty():
-                        session.answer.flush()  # behind its stages it sends them together
+                        session.answer.flush()  # as long as messages wait, text gathers
         except BaseExceptionGroup as group_error:
             raise _first(group_error) from None
         finally:
-            session.answer.flush()
+            with contextlib.suppress(TritoneError):  # what ended the stages is told
+                session.answer.flush()
 
     async def _mail(self, session: Session) -> AsyncIterator[Any]:
         """What the stages send, until each has finished. Raises what a stage failed with."""

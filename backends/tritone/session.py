@@ -40,7 +40,7 @@ class Session:
     usage: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage: its counts
     writer: str | None = None  # the stage that writes the text, whether or not that was asked for
     started: bool = False  # it got its turn
-    num_frames: int = 0  # codec frames that the stages have made for it
+    num_frames: int = 0  # codec frames that have arrived
     resumed: int = 0  # times that it began again
 
     def holds(self, stage: str) -> bool:

@@ -70,7 +70,7 @@ class FrameGate:
     """Frames of one session that wait where they are made until they fill a chunk.
 
     Before that nobody could use them, and one by one they would cost an orchestrator of many streams most of
-    its time. Where frames are slow they go out all the same, so that a stream is never silent for long.
+    its time. Where frames are slow they go out all the same, so that it hears that their stage is at work.
     """
 
     def __init__(self, sizes: Sequence[int], longest_s: float = 0.5) -> None:

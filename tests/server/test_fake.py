@@ -74,7 +74,7 @@ async def test_requests_left_at_random_points_leave_nothing(server):
     figures = sound(report)
     assert figures["left"] + figures["exact"] == 96 and figures["left"] >= 1
     before, after = map(int, figures["threads"].split(" -> "))
-    assert after - before <= 24, "fewer than one for three requests"
+    assert after - before <= 16, "a pool may not be full yet; one for each that left is more"
 
 
 async def test_leaving_after_the_first_chunk_frees_every_stage(server):

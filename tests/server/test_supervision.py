@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -177,7 +178,7 @@ async def test_kill_9_of_the_server_is_followed_by_another(server):
         READY_LIMIT_S,
         "health says it is well",
     )
-    if isinstance(away, tuple) and "retry_after_s" in away[1]:  # else another serves already
+    if isinstance(away, tuple) and not next_facts(server, before):  # else another serves already
         assert 1 <= away[1]["retry_after_s"] <= RECOVERY_LIMIT_S
     assert get(f"{before['health']}/live")[0] == 200
     after = await until(lambda: next_facts(server, before), RECOVERY_LIMIT_S, "no other server")
@@ -266,16 +267,18 @@ async def test_a_reload_drops_no_stream_and_touches_no_other_pipeline(two_pipeli
     as_it_was = deploy.read_text()
     async with server.client("echo") as echo, server.client("second") as second:
         for limit in (7, 8):
-            before = facts(server)
+            before, logged = facts(server), server.log.stat().st_size
             others = stub_pids(server, "second") | stub_pids(server, "second_writer")
             tasks = [*await begun(echo, 2, LONG), *await begun(second, 2, LONG)]
             deploy.write_text(f"{as_it_was}max_in_flight: {limit}\n")
             done = await asyncio.to_thread(tritone_reload, server, "echo")
-            if limit == 8 or "ended by SIGABRT" not in server.log.read_text(errors="replace"):
+            log = server.log.read_bytes()[logged:].decode(errors="replace")
+            if limit == 8 or "ended by SIGABRT" not in log:
                 break
-            # The packaged server may abort as it unloads a model, on a machine that is very busy; a second
-            # time it would be our doing.
-            await ends(tasks)
+            # Seen once, on a very busy machine: the packaged server aborts as it unloads a model.
+            warnings.warn("tritonserver aborted as it unloaded a model", stacklevel=1)
+            assert "Traceback" not in log
+            assert all(end is True or isinstance(end, TritoneError) for end in await ends(tasks))
             await until(lambda before=before: next_facts(server, before), RECOVERY_LIMIT_S, "no other server")
         assert done.returncode == 0 and "echo was loaded with digest" in done.stdout, done.stderr
         assert all(await asyncio.gather(*tasks)), "a stream was cut or changed"

@@ -87,9 +87,10 @@ async def doors(server: SoakServer, repeats: int = 3, told_within_s: float = 5.0
     told, well = list[float](), list[float]()
     async with server.client(PIPELINE) as client:
         for number, model in enumerate(models * repeats):
-            jobs = [Job("words=2000 pace_ms=20", seed, leave_after_s=30) for seed in range(4)]
-            listening = [asyncio.create_task(listen(client, job)) for job in jobs]
+            jobs = [Job("words=2000 pace_ms=20", seed) for seed in range(4)]
+            listening = [asyncio.create_task(listen(client, job, RECOVERY_S)) for job in jobs]
             await asyncio.sleep(0.5)
+            report.require(await asyncio.to_thread(is_healthy, server), f"not well before {model} is killed")
             [pid] = [pid for pid, name in tree(server.process.pid).items() if name == f"stub {model}"]
             os.kill(pid, signal.SIGKILL)
             began = time.monotonic()
@@ -99,7 +100,12 @@ async def doors(server: SoakServer, repeats: int = 3, told_within_s: float = 5.0
             well.append(await until_well(client, number, report))
             while not await asyncio.to_thread(is_healthy, server) and time.monotonic() - began < RECOVERY_S:
                 await asyncio.sleep(0.01)
-            report.judge(await asyncio.gather(*listening), ("error", "left"))
+            report.require(await asyncio.to_thread(is_healthy, server), f"health stays away after {model}")
+            # Streams that the stub has no part in go on.
+            for listener in listening:
+                listener.cancel()
+            ended = await asyncio.gather(*listening, return_exceptions=True)
+            report.judge([end for end in ended if isinstance(end, Outcome)], ("error",))
     report.require(max(told) < told_within_s, f"health told it after {max(told):.1f} s")
     report.figures |= {"health_told_after_s": spread(told), "well_again_after_s": spread(well)}
     return report

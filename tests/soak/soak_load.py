@@ -43,18 +43,18 @@ def mixed_jobs(rng: random.Random, count: int, first_seed: int = 0) -> list[Job]
     return jobs
 
 
-async def quiet(client: AsyncTritoneClient, report: Report) -> float:
-    """Seconds until no stage holds a session; a problem when some hold theirs for QUIET_S."""
+async def quiet(client: AsyncTritoneClient, report: Report, within_s: float = QUIET_S) -> float:
+    """Seconds until no stage holds a session; a problem when some hold theirs for longer."""
     began = time.monotonic()
     while True:
-        stages = await client.ping(QUIET_S)
+        stages = await client.ping(within_s)
         active = {
             name: sum(engine.get("active", 0) for engine in state["engines"])
             for name, state in stages.items()
         }
         if not any(active.values()):
             return time.monotonic() - began
-        if time.monotonic() - began > QUIET_S:
+        if time.monotonic() - began > within_s:
             report.problems.append(f"sessions are left: {active}")
             return time.monotonic() - began
         await asyncio.sleep(0.02)
@@ -117,6 +117,7 @@ async def memory(
         [count, {**asdict(reading), "blocks": blocks}]
         for count, reading, blocks in zip(counts, readings, alive, strict=True)
     ]
+    report.require(len(alive[0]) >= 8 and alive[0].keys() == alive[-1].keys(), "live blocks are not told")
     held = [reading.held_kib for reading in readings]
     for unit, series, allowed in (("KiB", held, allowed_kib), ("blocks", alive, allowed_blocks)):
         half = len(counts) // 2

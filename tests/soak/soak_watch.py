@@ -103,7 +103,7 @@ def read_blocks(metrics_url: str) -> dict[str, float]:
     found = {}
     for kind, labels, value in BLOCKS.findall(page):
         names = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        whose = names["model"] if kind == "pipeline" else names["stage"]
+        whose = names["model"] if kind == "pipeline" else f"{names['stage']} {names['instance']}"
         found[f"{kind.replace('_', ' ')} {whose}"] = float(value)
     return found
 

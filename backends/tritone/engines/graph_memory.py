@@ -32,7 +32,7 @@ def token_graph_terms(
     buffers = rows * a_row + (slots + 1) * a_slot + prompts.buffers
     copied = 0 if kernels else 4 * rows * size.kv_heads * context_tokens * size.head_dim
     passed = copied + size.pass_elements(rows, context_tokens)
-    computed = max(prompts.computed, passed * item) + (_kernel_bytes(size, rows, item) if kernels else 0)
+    computed = prompts.computed + passed * item + (_kernel_bytes(size, rows, item) if kernels else 0)
     scores = SCORES * rows * size.vocab * 4
     return [
         Term(
@@ -44,7 +44,7 @@ def token_graph_terms(
         Term(
             "CUDA graphs",
             computed + scores + GRAPHS_SPARE_BYTES,
-            f"a pass of {prompts.rows:,} rows of prompts or {rows} of answers, {SCORES} × {rows} × "
+            f"a pass of {prompts.rows:,} rows of prompts and {rows} of answers, {SCORES} × {rows} × "
             f"{size.vocab:,} scores, and {GRAPHS_SPARE_BYTES // MIB} MiB",
             is_exact=False,
             lower="prefill_chunk_tokens or max_slots",

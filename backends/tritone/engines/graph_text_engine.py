@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from tritone.engines.token_graph import TokenFlight, TokenGraphs
     from tritone.networks.decoder import Decoder, Span
 
-WORTH_WAITING = (
-    256  # rows that another prompt is about to read, too: a step costs less than to read them twice
-)
+# Rows that another prompt is about to read, too: to wait for a step costs less than to read them twice.
+WORTH_WAITING = 256
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,9 @@ class GraphTextEngine(TextEngine[T], Generic[T]):
 
     def _is_worth_waiting(self, session: T, other: T) -> bool:
         end = other.held.filled + WORTH_WAITING
-        most = min(len(other.keys), self._reusable(session))
-        return end <= most and other.keys[:end] == session.keys[:end]
+        if end > min(len(other.keys), self._reusable(session)) or other.keys[:end] != session.keys[:end]:
+            return False
+        return end > self._slots.remembered(session.keys)
 
     def _read_pieces(self) -> list[Delta]:
         """Run pieces of prompts; what there is to say of those that begin behind them."""
@@ -196,9 +196,10 @@ class GraphTextEngine(TextEngine[T], Generic[T]):
     def _run_pieces(self, sessions: Sequence[T], spans: Sequence[Span]) -> None:
         """Run pieces of prompts: those of text together."""
         assert self._prompts is not None
-        pieces = list(zip(sessions, spans, strict=True))
-        texts = [(session, span) for session, span in pieces if self._is_text(session, span)]
-        others = [(session, span) for session, span in pieces if not self._is_text(session, span)]
+        texts: list[tuple[T, Span]] = []
+        others: list[tuple[T, Span]] = []
+        for session, span in zip(sessions, spans, strict=True):
+            (texts if self._is_text(session, span) else others).append((session, span))
         if texts:
             tokens = [token for session, span in texts for token in session.tokens[span.start : span.end]]
             readers, read = [session for session, _ in texts], [span for _, span in texts]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tritone.engines.cuda_graphs import CudaGraphs
 from tritone.engines.graph_memory import SHORTEST_GRAPH, buckets
+from tritone.errors import ConfigError
 from tritone.networks.decoder import Decoder, Span
 from tritone.networks.transfer import on_device
 
@@ -115,12 +116,20 @@ def prompt_graphs(
 ) -> PromptGraphs:
     """Pieces of prompts of `slots` sessions through a decoder that has one slot more, and a cleared cache.
 
-    kernels: not in plain torch, where there are kernels for what the decoder computes.
+    kernels: not in plain torch, where there are kernels for what the decoder computes. ConfigError where the
+    GPU has not what they need.
     """
     if kernels and importlib.util.find_spec("triton"):
+        from triton.runtime.errors import OutOfResources
+
         from tritone.engines.prompt_kernels import KernelPrompts
         from tritone.kernels.layers import can_run
 
         if can_run(decoder.config):
-            return KernelPrompts(decoder, most_rows, slots=slots, one_bucket=one_bucket)
+            try:
+                return KernelPrompts(decoder, most_rows, slots=slots, one_bucket=one_bucket)
+            except OutOfResources as error:
+                raise ConfigError(
+                    f"this GPU is too small for the kernels: {error}", "give kernels: false"
+                ) from None
     return PlainPrompts(decoder, most_rows)

@@ -29,7 +29,10 @@ from tritone.networks.transfer import array_on_device
 
 
 class KernelPrompts(PromptGraphs):
-    """A graph for each of some numbers of rows. Rows that only fill one are computed by no kernel of ours."""
+    """A graph for each of some numbers of rows. Rows that only fill one are computed by no kernel of ours.
+
+    What is tapped behind the last layer, which is not run here, takes the way of `Decoder.forward`.
+    """
 
     def __init__(self, decoder: Decoder, most_rows: int, *, slots: int, one_bucket: bool = False) -> None:
         """decoder: with a cleared cache. most_rows: of all spans of a pass; slots: as many spans.
@@ -167,4 +170,4 @@ def _summed(x: Tensor, partials: Partials | None) -> Tensor:
     if partials is None:
         return x.clone()
     parts = partials.values[: partials.count * x.numel()].view(partials.count, *x.shape)
-    return (x.float() + parts.float().sum(0)).to(x.dtype)
+    return (x.float() + parts.sum(0, dtype=torch.float32)).to(x.dtype)

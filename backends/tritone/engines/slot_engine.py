@@ -4,7 +4,7 @@
 
 One step is the next row of every session that has one, together with pieces of prompts, as many rows as
 `prefill_chunk_tokens` says. Running streams therefore keep their pace while others arrive. Two prompts with
-the same beginning are read one after the other, so that the second finds the beginning done.
+the same beginning are read one after the other, where the second gains by finding the beginning done.
 
 A *row* is one position of a sequence: a token of text, a code frame, a patch of a picture. Subclasses say
 what the rows of a session are, how they are run, and what is drawn from them.

@@ -48,6 +48,10 @@ class Slots:
         slot.owner, slot.tokens, slot.filled = owner, tokens, shared
         return slot, source if shared and source is not slot else None
 
+    def remembered(self, tokens: Sequence[int]) -> int:
+        """How many tokens at the beginning of `tokens` some slot has in its cache."""
+        return max(_shared(slot, tokens) for slot in self.all)
+
     def release(self, slot: Slot) -> None:
         slot.owner = None
         slot.tokens = slot.tokens[: slot.filled]

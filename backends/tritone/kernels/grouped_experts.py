@@ -146,7 +146,7 @@ class GroupedExperts:
         self._numbers = torch.arange(self._all + 1, dtype=torch.int32, device=like.device)
 
     def __call__(self, normed: Tensor, weights: ExpertWeights, count: Tensor) -> Partials:
-        """Of normed rows [N, H], of which so many are to be computed, what is to be added up."""
+        """What is to be added up, in their dtype, of normed rows [N, H], of which `count` are computed."""
         rows, used, hidden, inner = len(normed), self._used, self._hidden, self._inner
         pairs = rows * used
         gate = weights.router if weights.shared_gate is None else weights.shared_gate
@@ -161,8 +161,9 @@ class GroupedExperts:
         an_expert = pairs // self._all
         tall = height("grouped_up", an_expert)
         tiles, bins = pairs // tall + self._all, triton.next_power_of_2(self._all)
-        up = tile_of("grouped_up", an_expert, hidden, inner)
-        down = tile_of("grouped_down", an_expert, inner, hidden)
+        item = normed.element_size()
+        up = tile_of("grouped_up", an_expert, hidden, inner, item)
+        down = tile_of("grouped_down", an_expert, inner, hidden, item)
         _up[(triton.cdiv(inner, up.width), tiles)](
             normed, weights.gate_up, self._shares, order, firsts, self._inners, used, hidden, inner,
             self._all, bins, tall, up.width, up.depth, up.stages, num_warps=up.warps,

@@ -25,7 +25,7 @@ TWO_ROWS = 2  # up to here registers are faster than tensor cores; measured on a
 class Partials:
     """A sum that nobody has added up yet."""
 
-    values: Tensor  # float32 [count, R, H], contiguous; maybe more behind
+    values: Tensor  # [count, R, H], contiguous; maybe more behind; float32, or of prompts the model's dtype
     count: int
 
 
@@ -102,10 +102,10 @@ def _gemm(
 
 @triton.jit
 def _norm_add(
-    partials, x, norm, y, eps, size,
+    partials, x, norm, y, eps, R,
     H: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BH)
     inside = h < H
     if PDL:
@@ -116,7 +116,7 @@ def _norm_add(
     value = tl.load(x + row * H + h, mask=inside, other=0.0).to(tl.float32)
     if PARTS > 0:
         for part in tl.static_range(PARTS):
-            value += tl.load(partials + part * size + row * H + h, mask=inside, other=0.0)
+            value += tl.load(partials + (row + part * R) * H + h, mask=inside, other=0.0)
         kept = value.to(x.dtype.element_ty)
         tl.store(x + row * H + h, kept, mask=inside)
         value = kept.to(tl.float32)
@@ -165,7 +165,7 @@ class Products:
         """Add partial sums to x [R, H], and give y [R, H], its norm."""
         rows, hidden = x.shape
         _norm_add[(rows,)](
-            x if partials is None else partials.values, x, norm, y, self.eps, x.numel(), hidden,
+            x if partials is None else partials.values, x, norm, y, self.eps, rows, hidden,
             triton.next_power_of_2(hidden), 0 if partials is None else partials.count,
             num_warps=4, **self.launch(),
         )  # fmt: skip

@@ -139,7 +139,8 @@ class PromptAttention:
         _attend[(len(packed.tiles), self._kv)](
             self._queries, keys, values, packed.tiles, out, self._context, self._size**-0.5,
             self._heads, self._kv, self._size, self._heads // self._kv, self._group, self.tile_rows,
-            32 if INTERPRETED else 64, TILE_NUMBERS, num_warps=8,
+            32 if INTERPRETED or self._queries.element_size() > 2 else 64, TILE_NUMBERS, num_warps=8,
+            num_stages=2,
         )  # fmt: skip
 
 

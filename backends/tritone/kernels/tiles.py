@@ -9,7 +9,7 @@ mood. The rules are what was fastest for a decoder of 1,024 columns with experts
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which takes its time for every program
@@ -59,13 +59,17 @@ MEASURED: dict[Shape, Tile] = {}
 """Where another tile than the rule's was faster: `client/bench/gpu/thinker_step.py --tiles` finds them."""
 
 
-def tile_of(kind: Kind, rows: int, inner: int, outer: int) -> Tile:
+def tile_of(kind: Kind, rows: int, inner: int, outer: int, item: int = 2) -> Tile:
     """For y [rows, outer] of x [rows, inner]; outer: without the gates of a GLU.
 
-    Of what is grouped, the rows of an expert if all had as many.
+    Of what is grouped, the rows of an expert if all had as many. item: bytes of a number, of which more than
+    two leave room for fewer in the memory that a program has for itself.
     """
     shape = Shape(kind, height(kind, rows), inner, outer)
-    return MEASURED.get(shape) or _RULES[kind](shape)
+    tile = MEASURED.get(shape) or _RULES[kind](shape)
+    if item > 2 and kind in ("grouped_up", "grouped_down") and not INTERPRETED:
+        return replace(tile, depth=min(32, tile.depth), stages=2)
+    return tile
 
 
 def height(kind: Kind, rows: int) -> int:

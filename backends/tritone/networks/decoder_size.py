@@ -33,7 +33,7 @@ class DecoderSize:
     shared_inner: int  # of the expert that every row goes through; 0 if there is none
     dense_layers: int  # that have an MLP among layers with experts
     axes: int  # positions of a row: 1, or 3 of multimodal RoPE
-    fits_kernels: bool  # as far as config.json says (kernels/layers.py)
+    fits_kernels: bool  # kernels compute it (kernels/layers.py) where triton is installed
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderSize:
@@ -61,7 +61,9 @@ class DecoderSize:
                 shared_inner=int(config.get("shared_expert_intermediate_size") or 0) if experts else 0,
                 dense_layers=sum(i in named or (i + 1) % step != 0 for i in range(layers)) if experts else 0,
                 axes=3 if "mrope_section" in rope else 1,
-                fits_kernels="qwen3" in str(config.get("model_type")) and not config.get("attention_bias"),
+                fits_kernels="qwen3" in str(config.get("model_type"))
+                and not config.get("attention_bias")
+                and _is_tile(int(config.get("head_dim") or hidden // heads)),
             )
         except (KeyError, TypeError, ValueError) as fault:
             raise ConfigError(
@@ -146,3 +148,7 @@ class DecoderSize:
         scores = 2 * self.heads * rows * context_tokens
         keys = 2 * (self.heads + self.kv_heads) * context_tokens * self.head_dim
         return wide + scores + keys + rows * (6 * self.hidden + 3 * self.heads * self.head_dim)
+
+
+def _is_tile(head_dim: int) -> bool:
+    return head_dim >= 16 and head_dim & (head_dim - 1) == 0

@@ -8,8 +8,9 @@ DIR holds the config.json of a full-size model (`build/qwen3_omni_real_size.py D
 those of prompts of --prompt rows each. First, with FEW_LAYERS layers, how far keys and values are from those
 of float32, of the kernels and of plain torch. Then, with all of them, milliseconds by CUDA events (median) of
 both ways; beside them the floor, the longer of what must be read over the bandwidth and what must be computed
-over the rate, and what the kernels' time goes to. --tiles looks for faster tiles of experts, and prints what
-would go into MEASURED of kernels/tiles.py. --tiny runs it at toy size, on a CPU in Triton's interpreter.
+over the rate, and what the kernels' time goes to. Plain torch reads one prompt after the other: its time is
+that of two, times what there are. --tiles looks for faster tiles of experts, and prints what would go into
+MEASURED of kernels/tiles.py. --tiny runs it at toy size, on a CPU in Triton's interpreter.
 
 Exit status 1 if the kernels are too far off.
 """
@@ -80,18 +81,16 @@ def check(config: DecoderConfig, sizes: list[int], prompt: int, slots: int) -> b
             else:
                 made.read(rows_of(decoder, rows), spans, None)
             caches[name][rows] = decoder.cache.float().cpu()
-    good = True
+    worst = {"plain": 0.0, "kernels": 0.0}
     for rows in sizes:
         exact = caches["exact"][rows]
-        off = {
-            name: float((caches[name][rows] - exact).norm() / exact.norm()) for name in ("plain", "kernels")
-        }
+        off = {name: float((caches[name][rows] - exact).norm() / exact.norm()) for name in worst}
+        worst = {name: max(far, off[name]) for name, far in worst.items()}
         print(
             f"rows {rows:5d}: off by {off['kernels']:.2e} in kernels, {off['plain']:.2e} in plain torch",
             flush=True,
         )
-        good &= off["kernels"] <= FURTHEST * max(off["plain"], 1e-5)
-    return good
+    return worst["kernels"] <= FURTHEST * max(worst["plain"], 1e-5)
 
 
 def time_of(prompts: PromptGraphs, decoder: Decoder, spans: list[Span]) -> float:
@@ -152,6 +151,8 @@ def tiles(config: DecoderConfig, sizes: list[int], prompt: int, slots: int) -> N
                     found.append((time_of(made, decoder, spans), tile))
                 except Exception as error:  # more shared memory than there is
                     print(f"# {shape} {tile}: {type(error).__name__}", flush=True)
+            if not found:
+                continue
             MEASURED[shape] = rule
             ruled = time_of(KernelPrompts(decoder, rows, slots=slots, one_bucket=True), decoder, spans)
             best, tile = min(found, key=lambda pair: pair[0])

@@ -1517,6 +1517,20 @@ async def test_a_whole_feed_gives_no_chunk_before_the_last_frame():
     assert calls == [([0, 1, 2, 3, 4], False, True), ([0, 1, 2], True, False)]
 
 
+def test_text_that_came_before_a_failure_is_told_before_it(make_bench):
+    bench = make_bench()
+
+    def script(bench, session, text):
+        for number, word in enumerate(("one ", "two ", "three ")):
+            bench.writer.piece(session, number, {"text": word})
+        bench.writer.fail(session, "INTERNAL", "a fault")
+
+    bench.script = script
+    client = bench.ask()
+    assert client.outcome() == "INTERNAL"
+    assert "".join(client.texts("text_output")) == "one two three "
+
+
 def test_sync_mode_gives_the_same_answers_of_whole_segments():
     words, sounds, chunks = answers_of("async_chunk")
     sync_words, sync_sounds, sync_chunks = answers_of("sync")

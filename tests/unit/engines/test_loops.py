@@ -285,6 +285,17 @@ def test_frames_go_out_as_they_fill_a_chunk_and_with_the_end(stage):
     assert told == [(0, [0, 1], False), (1, [2, 3, 4], False), (2, [5], True)]
 
 
+def test_frames_that_wait_end_with_a_session_that_is_cancelled_or_fails(stage):
+    routes = [wire.Route(INBOX, "", {"codes": "codes"}, (4, 25))]
+    for session in ("cancelled", "failed"):
+        stage.loop.open(wire.Open(1, "m", session, INBOX, {}, 0, {}, routes), stage.answers.append)
+    stage.makes(*(Delta(session, {"codes": np.zeros((1, 2))}) for session in ("cancelled", "failed")))
+    stage.loop.cancel("cancelled")
+    stage.makes(Delta("failed", error=TritoneError("broken", "mend it")))
+    assert [type(message) for message in stage.inboxes.sent] == [wire.Failed]
+    assert not stage.loop._seats
+
+
 def test_what_a_step_gives_goes_in_one_packet_and_ahead_of_every_end(stage):
     for session in ("s", "t", "u"):
         stage.open(session)

@@ -193,7 +193,7 @@ def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
     )
     buffers = _frame_buffers(sizes, frames, options.max_slots, item) + prompts.buffers
     copied = 0 if kernels else 4 * frames * size.kv_heads * context * size.head_dim
-    held = max(prompts.computed, (copied + size.pass_elements(frames, context)) * item)
+    held = prompts.computed + (copied + size.pass_elements(frames, context)) * item
     return [
         *terms,
         Term(
@@ -206,7 +206,7 @@ def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
         Term(
             "CUDA graphs",
             held + GRAPHS_SPARE_BYTES,
-            f"a pass of {prompts.rows} rows or {frames} frames, and {GRAPHS_SPARE_BYTES // MIB} MiB",
+            f"a pass of {prompts.rows} rows and {frames} frames, and {GRAPHS_SPARE_BYTES // MIB} MiB",
             False,
             "prefill_chunk_tokens",
         ),

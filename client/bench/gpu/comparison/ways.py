@@ -42,7 +42,7 @@ def _one_stream(*stages: str) -> tuple[str, ...]:
 
 
 SPEECH = STAGES[1:]
-APART = ("mps=false",)  # the profile has it
+APART = ("mps=false",)  # which the profile turns on
 WAYS: Mapping[str, Way] = {
     "apart": Way("a process a stage", APART),
     "mps": Way("the same under MPS", ("mps=true",), needs_gpu=True),
