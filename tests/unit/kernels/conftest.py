@@ -1,14 +1,10 @@
-"""Kernels on the GPU if there is one, else in Triton's interpreter on the CPU."""
+"""Kernels on the GPU if there is one, else in Triton's interpreter on the CPU (tests/conftest.py)."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
 torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 pytest.importorskip("triton", reason="kernels need triton, which is not installed")
 
 
