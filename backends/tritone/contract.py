@@ -69,7 +69,9 @@ CONTROL_INPUTS = (
     OP,
 )
 
-TEXT_OUTPUT = Port("text_output", "STRING", (-1,), "text delta, '' if the response carries none")
+TEXT_OUTPUT = Port(
+    "text_output", "STRING", (-1,), "text delta of one or more tokens, '' if the response carries none"
+)
 EVENT = Port("event", "STRING", (1,), "text, audio, image, video, progress or done")
 INDEX = Port("index", "UINT32", (1,), "counts the responses of a request from 0")
 FINISH_REASON = Port("finish_reason", "STRING", (1,), "in done: JSON, modality to reason")

@@ -96,14 +96,19 @@ async def begun(client, count, text=ENDLESS):
         async for event in client.stream(f"{number} {text}", audio_format="f32", max_tokens=4000):
             if isinstance(event, AudioChunk):
                 samples.append(event.samples)
-                heard.release()
+                if len(samples) == 1:
+                    heard.release()
             if isinstance(event, Done):
                 return np.array_equal(np.concatenate(samples), sound(f"{number} {text}"))
 
-    tasks = [asyncio.create_task(ask(number)) for number in range(count)]
-    async with asyncio.timeout(2 * PATIENCE_S):
+    async def all_heard():
         for _ in range(count):
             await heard.acquire()
+
+    tasks = [asyncio.create_task(ask(number)) for number in range(count)]
+    first = asyncio.create_task(all_heard())
+    await asyncio.wait([first, *tasks], timeout=2 * PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+    assert first.done(), [task for task in tasks if task.done()]
     return tasks
 
 
@@ -141,8 +146,10 @@ async def works_again(server):
         except TritoneError as error:
             assert time.monotonic() < deadline, error
             await asyncio.sleep(0.1)
+    # A stub that dies with a lock on the server's shared memory takes the server along: then there is another.
+    await until((server.folder / "ready.json").exists, RECOVERY_LIMIT_S, "no server")
     ready = f"{facts(server)['health']}/ready"
-    await until(lambda: get(ready)[0] == 200, READY_LIMIT_S, "ready does not follow")
+    await until(lambda: get(ready)[0] == 200, RECOVERY_LIMIT_S, "ready does not follow")
 
 
 @pytest.mark.parametrize("model", ["echo_singer", "echo_wave", "echo"])
@@ -178,7 +185,7 @@ async def test_kill_9_of_the_server_is_followed_by_another(server):
         READY_LIMIT_S,
         "health says it is well",
     )
-    if isinstance(away, tuple) and not next_facts(server, before):  # else another serves already
+    if isinstance(away, tuple) and "retry_after_s" in away[1]:  # else another serves already
         assert 1 <= away[1]["retry_after_s"] <= RECOVERY_LIMIT_S
     assert get(f"{before['health']}/live")[0] == 200
     after = await until(lambda: next_facts(server, before), RECOVERY_LIMIT_S, "no other server")

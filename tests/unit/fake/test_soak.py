@@ -136,8 +136,8 @@ tritone_stage_sessions{instance="cpu/0",pipeline="fake",stage="wave"} 3
     assert read_blocks(f"data:,{quote(page)}") == {
         "pipeline fake": 159548,
         "pipeline fake_sync": 158154,
-        "stage door wave": 155845,
-        "stage engine wave": 150555,
+        "stage door wave cpu/0": 155845,
+        "stage engine wave cpu/0": 150555,
     }
     assert read_blocks("data:,") == {}
 
