@@ -146,7 +146,7 @@ async def works_again(server):
         except TritoneError as error:
             assert time.monotonic() < deadline, error
             await asyncio.sleep(0.1)
-    # A stub that dies with a lock on the server's shared memory takes the server along: then there is another.
+    # A stub that dies with a lock on the server's shared memory takes it along: then there is another.
     await until((server.folder / "ready.json").exists, RECOVERY_LIMIT_S, "no server")
     ready = f"{facts(server)['health']}/ready"
     await until(lambda: get(ready)[0] == 200, RECOVERY_LIMIT_S, "ready does not follow")
