@@ -16,6 +16,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which takes its time 
 MOST_ROWS = 64  # of a tile of gemm
 MOST_GROUPED = 128  # rows of a tile of those that chose an expert
 MOST_SPLITS = 4
+TILE_NUMBERS = 4  # of a tile of a prompt: its first row, how many, their slot, the place of the first
+QUERIES = 128  # of such a tile: rows times the heads that share a key
 
 Kind: TypeAlias = Literal[
     "gemv", "gemm", "gemm_parts", "experts_up", "experts_down", "grouped_up", "grouped_down"
@@ -41,10 +43,6 @@ class Shape(NamedTuple):
     outer: int  # columns of y
 
 
-TILE_NUMBERS = 4  # of a tile of a prompt: its first row, how many, their slot, the place of the first
-QUERIES = 128  # of such a tile: rows times the heads that share a key
-
-
 def tile_rows(group: int) -> int:
     """Rows of a tile of a prompt, where so many query heads share a key head."""
     return max(1, QUERIES // _power_of_two(group))
@@ -56,7 +54,8 @@ def most_tiles(rows: int, spans: int, tall: int) -> int:
 
 
 MEASURED: dict[Shape, Tile] = {}
-"""Where another tile than the rule's was faster: `client/bench/gpu/thinker_step.py --tiles` finds them."""
+"""Where another tile than the rule's was faster: `--tiles` of thinker_step.py and prompt_pass.py, in
+client/bench/gpu, finds them."""
 
 
 def tile_of(kind: Kind, rows: int, inner: int, outer: int, item: int = 2) -> Tile:
