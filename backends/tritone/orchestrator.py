@@ -45,7 +45,7 @@ from tritone.reception import Arrival, Reception
 from tritone.request import MAX_DRAWN_SEED, check_supported, read_request
 from tritone.request_trace import RequestTrace, answer_attributes
 from tritone.routing import FRAMES, NUM_TOKENS, SEGMENT_END, Routing
-from tritone.session import Session
+from tritone.session import ChunkCall, Session
 from tritone.stage_calls import Opening, StageCalls
 from tritone.tally import RequestTally
 from tritone.timeline import Timeline
@@ -386,12 +386,13 @@ class Orchestrator:
         for name, call in session.chunk_calls.items():
             self._in_background(self._end_sequence(session.id, session.sequence, name, call))
 
-    async def _end_sequence(self, id_: str, sequence: int, stage: str, call: asyncio.Task[Any]) -> None:
+    async def _end_sequence(self, id_: str, sequence: int, stage: str, last: ChunkCall) -> None:
         """Triton keeps a place for a sequence until its END, which must not overtake the call under way."""
-        await asyncio.wait({call})
-        if not call.cancelled() and (fault := call.exception()) is not None:
+        await asyncio.wait({last.task})
+        if not last.task.cancelled() and (fault := last.task.exception()) is not None:
             log_info(f"{self._name}: the last chunk of {id_} failed: {described(fault)}")
-        await self._stages.sequence(self._models[stage], sequence, DropStream(id_), {})
+        if not last.ends:
+            await self._stages.sequence(self._models[stage], sequence, DropStream(id_), {})
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def quietly() -> None:

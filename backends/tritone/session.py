@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tritone.answer import Answer
 from tritone.pipeline import Plan
@@ -13,6 +13,13 @@ from tritone.request import Request
 from tritone.request_trace import RequestTrace
 from tritone.routing import Routing
 from tritone.timeline import Timeline
+
+
+class ChunkCall(NamedTuple):
+    """A call of a Triton-batched stage, under way or returned."""
+
+    task: asyncio.Task[tuple[dict[str, Any], Array | None]]
+    ends: bool  # the sequence, whatever comes of the call
 
 
 @dataclass
@@ -33,7 +40,7 @@ class Session:
     mail: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)  # wire messages from engines
     endpoints: dict[str, str] = field(default_factory=dict)  # by open stage: address of its engine
     # By Triton-batched stage whose sequence has begun and not ended: the last call to it.
-    chunk_calls: dict[str, asyncio.Task[tuple[dict[str, Any], Array | None]]] = field(default_factory=dict)
+    chunk_calls: dict[str, ChunkCall] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)  # by stage: reason
     undelivered: set[str] = field(default_factory=set)  # finished stages whose output is not taken yet
     pieces_seen: dict[str, int] = field(default_factory=dict)  # by stage

@@ -20,7 +20,7 @@ from tritone.errors import TritoneError
 from tritone.pipeline import Batching, Stage
 from tritone.ports import Array, by_name
 from tritone.routing import FRAMES, SEGMENT_END
-from tritone.session import Session
+from tritone.session import ChunkCall, Session
 from tritone.stream import FrameChunk, sizes_of
 from tritone.timeline import Call
 
@@ -91,7 +91,7 @@ class StageCalls:
             inputs[ports[SEGMENT_END]] = chunk.segment_end
         model, output = self.models[stage.name], stage.outputs[0]
         call = asyncio.create_task(self._stages.sequence(model, session.sequence, control, inputs, output))
-        session.chunk_calls[stage.name] = call
+        session.chunk_calls[stage.name] = ChunkCall(call, chunk.last)
         began_s = time.monotonic()
         try:
             reply, samples = await asyncio.shield(call)

@@ -248,6 +248,7 @@ class SequenceBatcher:
         self.live = set()
         self.log = []  # (sequence, flags), as calls begin; (sequence, "returned"), as they end
         self.overlaps = []  # sequences that were called while a call to them was under way
+        self.refused = []  # sequences that were called when they had ended, or never begun
         self._model, self._under_way, self._lock = model, set(), threading.Lock()
 
     def __call__(self, request):
@@ -259,6 +260,7 @@ class SequenceBatcher:
             if request.bits & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
                 self.live.add(number)
             elif number not in self.live:
+                self.refused.append(number)
                 raise TritonError("the first request of a sequence must have the START flag")
             self._under_way.add(number)
         try:

@@ -290,7 +290,7 @@ class Bench:
         for client in self._clients:
             assert client.ended.is_set() and client.flags.count(1) == 1 and client.flags[-1] == 1
             assert client.faults == []
-        assert self.wave.live == set() and self.wave.overlaps == []
+        assert self.wave.live == set() and self.wave.overlaps == [] and self.wave.refused == []
         assert not [line for _, line in fake.Logger.lines if "cannot tell a client" in line]
 
     def close(self):
@@ -924,6 +924,25 @@ def test_a_drop_that_fails_is_logged_and_nothing_more(bench):
 
 def test_an_answer_that_ends_by_itself_ends_its_sequence_with_its_last_chunk(bench):
     assert bench.speak("ab").outcome() == "done"
+    bench.check()
+    assert sequence_log(bench) == [START, RETURNED, END, RETURNED]
+
+
+@pytest.mark.parametrize("end", [end_by_cancel, end_by_stage_error, end_by_drain])
+def test_no_sequence_is_ended_whose_last_chunk_is_under_way(bench, end):
+    returns = bench.hold()
+
+    def sings_all(bench, session, text):
+        if bench.is_heard("singer", session):
+            bench.sing(session, 0, "ab", last=True)
+            bench.singer.finish(session)
+
+    bench.script, bench.on_chunk = sings_all, lambda call: call.end and returns.wait(HELD_S)
+    client = bench.speak(parameters=DEADLINE)
+    wait_until(lambda: sequence_log(bench) == [START, RETURNED, END])
+    expected = end(bench, client)
+    assert client.outcome() == expected
+    returns.set()
     bench.check()
     assert sequence_log(bench) == [START, RETURNED, END, RETURNED]
 
