@@ -17,6 +17,8 @@ MOST_ROWS = 64  # of a tile of gemm
 MOST_GROUPED = 128  # rows of a tile of those that chose an expert
 MOST_SPLITS = 4
 TILE_NUMBERS = 4  # of a tile of a prompt: its first row, how many, their slot, the place of the first
+MOST_COLUMNS = 128  # of a tile of a convolution
+MULTIPROCESSORS = 132  # that want a program each
 QUERIES = 128  # of such a tile: rows times the heads that share a key
 
 Kind: TypeAlias = Literal[
@@ -31,7 +33,7 @@ class Tile:
     warps: int
     stages: int = 1
     split: int = 1  # sums that are left to be added up
-    rows: int = 0  # of those that chose an expert, at a time, 16 or more; 0: all rows there are
+    rows: int = 0  # columns of a stream at a time, or of those that chose an expert, 16 or more; 0: all
 
 
 class Shape(NamedTuple):
@@ -79,6 +81,21 @@ def height(kind: Kind, rows: int) -> int:
     if kind in ("experts_up", "experts_down"):
         return whole
     return min(MOST_GROUPED if kind in ("grouped_up", "grouped_down") else MOST_ROWS, whole)
+
+
+def convolution_tile(batch: int, length: int, inner: int, outer: int, item: int = 2) -> Tile:
+    """For y [batch, length, outer] of rows of `inner` channels, whatever the taps."""
+    tall, depth = max(16, _power_of_two(length)), max(16, _power_of_two(inner))
+    if INTERPRETED:
+        return Tile(max(16, _power_of_two(outer)), depth, 4, rows=tall)
+    tall, depth = min(MOST_COLUMNS, tall), min(64, depth)
+    if depth > 32 and inner % depth:
+        depth = 32
+    if item > 2:
+        return Tile(64, min(32, depth), 4, 2, rows=min(64, tall))
+    programs = batch * -(-length // tall) * -(-outer // 128)
+    is_wide = programs >= MULTIPROCESSORS and (outer % 128 == 0 or outer % 64 != 0)
+    return Tile(128, depth, 8, 3, rows=tall) if is_wide else Tile(64, depth, 4, 3, rows=tall)
 
 
 def _gemv(shape: Shape) -> Tile:

@@ -141,22 +141,22 @@ class Snake:
 
     def __init__(self, source: Source, channels: int) -> None:
         alpha, beta = (source.wide(name, channels).exp()[:, None] for name in ("alpha", "beta"))
-        self._alpha, self._gain = alpha.to(source.dtype), (1.0 / (beta + _SNAKE_EPSILON)).to(source.dtype)
+        self.alpha, self.gain = alpha.to(source.dtype), (1.0 / (beta + _SNAKE_EPSILON)).to(source.dtype)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[B, C, T] into `out` of the same shape, or a new tensor."""
-        return torch.addcmul(x, (x * self._alpha).sin_().square_(), self._gain, out=out)
+        return torch.addcmul(x, (x * self.alpha).sin_().square_(), self.gain, out=out)
 
 
 class _Causal:
     """A convolution over what lies behind each column; its last inputs are kept for the next call."""
 
     def __init__(self, tail: int, channels: int, layout: Layout) -> None:
-        self._tail = layout.reserve(channels, tail)
+        self.tail = layout.reserve(channels, tail)
 
     def _behind_tail(self, x: Tensor, memory: Memory, snake: Snake | None) -> Tensor:
         """The tail in memory, then x [B, C, T], through `snake` if there is one: [B, C, tail + T]."""
-        tail = memory.of(self._tail)
+        tail = memory.of(self.tail)
         if torch.compiler.is_exporting():  # a graph without writes into parts of a tensor
             y = x if snake is None else snake(x)
             joined = torch.cat((tail, y), dim=-1) if tail.shape[-1] else y
@@ -168,7 +168,7 @@ class _Causal:
                 joined[..., kept:] = x
             else:
                 snake(x, out=joined[..., kept:])
-        memory.keep(self._tail, joined)
+        memory.keep(self.tail, joined)
         return joined
 
 
@@ -187,13 +187,13 @@ class Convolution(_Causal):
         groups: int = 1,
     ) -> None:
         super().__init__((kernel - 1) * dilation, inputs, layout)
-        self._weight = source("conv.weight", outputs, inputs // groups, kernel)
-        self._bias = source("conv.bias", outputs)
-        self._dilation, self._groups = dilation, groups
+        self.weight = source("conv.weight", outputs, inputs // groups, kernel)
+        self.bias = source("conv.bias", outputs)
+        self.dilation, self._groups = dilation, groups
 
     def __call__(self, x: Tensor, memory: Memory, snake: Snake | None = None) -> Tensor:
         x = self._behind_tail(x, memory, snake)
-        return F.conv1d(x, self._weight, self._bias, dilation=self._dilation, groups=self._groups)
+        return F.conv1d(x, self.weight, self.bias, dilation=self.dilation, groups=self._groups)
 
 
 class Upsampling(_Causal):
@@ -206,10 +206,10 @@ class Upsampling(_Causal):
     def __init__(self, rate: int, inputs: int, outputs: int, source: Source, layout: Layout) -> None:
         super().__init__(1, inputs, layout)
         weight = source("weight", inputs, outputs, 2 * rate).view(inputs, outputs, 2, rate).flip(2)
-        self._weight = weight.permute(1, 3, 0, 2).flatten(0, 1).contiguous()
-        self._bias = source("bias", outputs).repeat_interleave(rate)
-        self._rate = rate
+        self.weight = weight.permute(1, 3, 0, 2).flatten(0, 1).contiguous()  # [outputs · r, inputs, 2]
+        self.bias = source("bias", outputs).repeat_interleave(rate)
+        self.rate = rate
 
     def __call__(self, x: Tensor, memory: Memory, snake: Snake) -> Tensor:
-        y = F.conv1d(self._behind_tail(x, memory, snake), self._weight, self._bias)
-        return y.view(y.shape[0], -1, self._rate, x.shape[-1]).mT.flatten(2)
+        y = F.conv1d(self._behind_tail(x, memory, snake), self.weight, self.bias)
+        return y.view(y.shape[0], -1, self.rate, x.shape[-1]).mT.flatten(2)

@@ -41,7 +41,7 @@ from tritone.networks.weights import Weights
 
 _KERNEL = 7
 _DILATIONS = (1, 3, 9)  # of a block's residual units
-_NORM_EPSILON = 1e-6  # of a ConvNeXt block
+NORM_EPSILON = 1e-6  # of a ConvNeXt block
 
 
 @dataclass
@@ -80,22 +80,28 @@ class WaveformDecoder:
         layout = Layout()
         hidden, books = config.hidden_size, config.num_quantizers
         with torch.inference_mode():
-            self._embedding = source("code_embedding.weight", books * config.codebook_size, hidden)
-            self._offsets = torch.arange(books, device=self.device, dtype=torch.int32) * config.codebook_size
-            self._transformer = _Transformer(config, source.under("pre_transformer."), layout)
-            self._wideners = [
-                _Widener(ratio, hidden, source.under(f"upsample.{i}."), layout)
+            offsets = torch.arange(books, device=self.device, dtype=torch.int32) * config.codebook_size
+            self.reader = Reader(
+                source("code_embedding.weight", books * config.codebook_size, hidden),
+                offsets,
+                _Transformer(config, source.under("pre_transformer."), layout),
+            )
+            self.window_size = (
+                layout.size
+            )  # elements of a stream's memory that the reader has, the first ones
+            self.wideners = [
+                Widener(ratio, hidden, source.under(f"upsample.{i}."), layout)
                 for i, ratio in enumerate(config.upsampling_ratios)
             ]
             channels = config.decoder_dim
-            self._enter = Convolution(source.under("decoder.0."), layout, hidden, channels, kernel=_KERNEL)
-            self._blocks = []
+            self.enter = Convolution(source.under("decoder.0."), layout, hidden, channels, kernel=_KERNEL)
+            self.blocks = []
             for i, rate in enumerate(config.upsample_rates, start=1):
-                self._blocks.append(_Block(rate, channels, source.under(f"decoder.{i}.block."), layout))
+                self.blocks.append(Block(rate, channels, source.under(f"decoder.{i}.block."), layout))
                 channels //= 2
-            last = len(self._blocks) + 1
-            self._snake = Snake(source.under(f"decoder.{last}."), channels)
-            self._leave = Convolution(
+            last = len(self.blocks) + 1
+            self.snake = Snake(source.under(f"decoder.{last}."), channels)
+            self.leave = Convolution(
                 source.under(f"decoder.{last + 1}."), layout, channels, 1, kernel=_KERNEL
             )
         self.memory_size = layout.size  # elements of one stream's memory
@@ -179,21 +185,35 @@ class WaveformDecoder:
 
     def _run(self, codes: Tensor, passed: Pass) -> Tensor:
         """codes [B, n, Q] to samples [B, n · samples_per_frame], leads included."""
-        batch, length, books = codes.shape
-        tokens = (codes + self._offsets).view(-1, books)
-        if torch.compiler.is_exporting():
-            rows = F.embedding(tokens, self._embedding).mean(dim=1)
-        else:
-            rows = F.embedding_bag(tokens, self._embedding, mode="mean")
-        x = self._transformer(rows.view(batch, length, -1), passed)
-        for widener in self._wideners:
+        length = codes.shape[1]
+        x = self.reader(codes, passed)
+        for widener in self.wideners:
             x = widener(x, passed)
-        x = self._enter(x.mT, passed)
+        x = self.enter(x.mT, passed)
         columns = math.prod(self.config.upsampling_ratios)  # a frame
-        for block, lead in zip(self._blocks, self.config.leads, strict=True):
+        for block, lead in zip(self.blocks, self.config.leads, strict=True):
             columns *= block.rate
             x = block(x, passed, passed.lead(lead, columns, length * columns))
-        return self._leave(x, passed, self._snake).squeeze(1).clamp_(-1, 1)
+        return self.leave(x, passed, self.snake).squeeze(1).clamp_(-1, 1)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What looks at frames: from their codes to rows."""
+
+    embedding: Tensor  # [Q · codebook_size, H]
+    offsets: Tensor  # int32 [Q], of a codebook's first row in it
+    transformer: _Transformer
+
+    def __call__(self, codes: Tensor, passed: Pass) -> Tensor:
+        """codes [B, n, Q] to rows [B, n, H]; moves what it has of the memory."""
+        batch, length, books = codes.shape
+        tokens = (codes + self.offsets).view(-1, books)
+        if torch.compiler.is_exporting():
+            rows = F.embedding(tokens, self.embedding).mean(dim=1)
+        else:
+            rows = F.embedding_bag(tokens, self.embedding, mode="mean")
+        return self.transformer(rows.view(batch, length, -1), passed)
 
 
 class _Transformer:
@@ -277,7 +297,7 @@ class _Layer:
         return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
 
-class _Widener:
+class Widener:
     """Each row to `ratio` rows, then a ConvNeXt block; rows [B, n, H] to rows [B, n · ratio, H].
 
     A transposed convolution whose kernel is its stride maps each row by itself: it is a linear layer.
@@ -287,57 +307,55 @@ class _Widener:
         self._hidden = hidden
         weight = source("0.conv.weight", hidden, hidden, ratio).permute(2, 1, 0).flatten(0, 1)
         bias = source("0.conv.bias", hidden).repeat(ratio)
-        self._widen = Linear(weight.contiguous(), bias)
+        self.widen = Linear(weight.contiguous(), bias)
         layout.widen(ratio)
         block = source.under("1.")
-        self._depthwise = Convolution(
+        self.depthwise = Convolution(
             block.under("dwconv."), layout, hidden, hidden, kernel=_KERNEL, groups=hidden
         )
-        self._norm = (block("norm.weight", hidden), block("norm.bias", hidden))
-        self._expand = block.linear("pwconv1", 4 * hidden, hidden, bias=True)
-        self._shrink = block.linear(
-            "pwconv2", hidden, 4 * hidden, bias=True, gain=block.wide("gamma", hidden)
-        )
+        self.norm = (block("norm.weight", hidden), block("norm.bias", hidden))
+        self.expand = block.linear("pwconv1", 4 * hidden, hidden, bias=True)
+        self.shrink = block.linear("pwconv2", hidden, 4 * hidden, bias=True, gain=block.wide("gamma", hidden))
 
     def __call__(self, x: Tensor, memory: Memory) -> Tensor:
-        x = self._widen(x).view(x.shape[0], -1, self._hidden)
-        y = self._depthwise(x.mT, memory).mT
-        y = F.layer_norm(y, (self._hidden,), *self._norm, _NORM_EPSILON)
-        return self._shrink(F.gelu(self._expand(y))).add_(x)
+        x = self.widen(x).view(x.shape[0], -1, self._hidden)
+        y = self.depthwise(x.mT, memory).mT
+        y = F.layer_norm(y, (self._hidden,), *self.norm, NORM_EPSILON)
+        return self.shrink(F.gelu(self.expand(y))).add_(x)
 
 
-class _Block:
+class Block:
     """snake, transposed convolution, residual units; [B, C, T] to [B, C / 2, T · rate]."""
 
     def __init__(self, rate: int, channels: int, source: Source, layout: Layout) -> None:
         self.rate = rate
-        self._snake = Snake(source.under("0."), channels)
-        self._upsample = Upsampling(rate, channels, channels // 2, source.under("1.conv."), layout)
+        self.snake = Snake(source.under("0."), channels)
+        self.upsample = Upsampling(rate, channels, channels // 2, source.under("1.conv."), layout)
         layout.widen(rate)
-        self._units = [
-            _ResidualUnit(channels // 2, dilation, source.under(f"{i}."), layout)
+        self.units = [
+            ResidualUnit(channels // 2, dilation, source.under(f"{i}."), layout)
             for i, dilation in enumerate(_DILATIONS, start=2)
         ]
 
     def __call__(self, x: Tensor, memory: Memory, lead: Tensor | None) -> Tensor:
         """lead: bool [B, 1, up to T · rate], the columns to keep at zero; None: there are none."""
-        x = _silenced(self._upsample(x, memory, self._snake), lead)
-        for unit in self._units:
+        x = _silenced(self.upsample(x, memory, self.snake), lead)
+        for unit in self.units:
             x = _silenced(unit(x, memory), lead)
         return x
 
 
-class _ResidualUnit:
+class ResidualUnit:
     def __init__(self, channels: int, dilation: int, source: Source, layout: Layout) -> None:
-        self._snakes = [Snake(source.under(f"act{i}."), channels) for i in (1, 2)]
-        self._spread = Convolution(
+        self.snakes = [Snake(source.under(f"act{i}."), channels) for i in (1, 2)]
+        self.spread = Convolution(
             source.under("conv1."), layout, channels, channels, kernel=_KERNEL, dilation=dilation
         )
-        self._mix = Convolution(source.under("conv2."), layout, channels, channels, kernel=1)
+        self.mix = Convolution(source.under("conv2."), layout, channels, channels, kernel=1)
 
     def __call__(self, x: Tensor, memory: Memory) -> Tensor:
-        y = self._spread(x, memory, self._snakes[0])
-        return self._mix(y, memory, self._snakes[1]).add_(x)
+        y = self.spread(x, memory, self.snakes[0])
+        return self.mix(y, memory, self.snakes[1]).add_(x)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

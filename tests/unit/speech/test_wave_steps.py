@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from tritone.deploy import Chunks  # noqa: E402
 from tritone.engines.base import Chunk, Placement  # noqa: E402
 from tritone.pipelines.qwen3_omni.code2wav import Code2Wav, Code2WavOptions  # noqa: E402
-from tritone.pipelines.qwen3_omni.wave_graph import GraphWaves, StepProgram  # noqa: E402
+from tritone.pipelines.qwen3_omni.wave_graph import GraphWaves  # noqa: E402
 from tritone.pipelines.qwen3_omni.wave_steps import Batch, Buckets  # noqa: E402
 from tritone.stream import sizes_of  # noqa: E402
 
@@ -31,13 +31,12 @@ from .test_waveform_decoder import one_thread  # noqa: E402
 
 __all__ = ["checkpoint", "one_thread", "reference"]
 
-CUDA = pytest.param(
-    "cuda:0",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU"),
-    ],
-)
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU"),
+]
+CUDA = pytest.param(("cuda:0", False), marks=GPU)
+CUDA_KERNELS = pytest.param(("cuda:0", True), marks=GPU)
 CHUNKS = (4, 8, 16, 25)
 
 
@@ -49,15 +48,12 @@ class Graphs(Code2Wav):
         return options.cuda_graphs
 
 
-@pytest.fixture(scope="module", params=["cpu", CUDA])
-def device(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def engine(checkpoint, device):
+@pytest.fixture(scope="module", params=[("cpu", False), CUDA, CUDA_KERNELS], ids=str)
+def engine(checkpoint, request):
+    """In kernels only on a GPU: Triton's interpreter would take minutes for all of these tests."""
+    device, kernels = request.param
     placement = Placement(checkpoint, device, max_batch_size=6, chunk_frames=CHUNKS)
-    return Graphs(placement, Code2WavOptions(max_streams=8, cuda_graphs=True))
+    return Graphs(placement, Code2WavOptions(max_streams=8, kernels=kernels))
 
 
 def test_buckets_come_from_batches_and_chunks():
@@ -151,7 +147,7 @@ def test_a_replay_equals_a_call_bit_by_bit(engine):
     """On fresh inputs, in every bucket: a graph holds all of a pass, and no input of its capture."""
     waves = engine._waves
     buffers = waves._buffers
-    program = StepProgram(buffers, waves._program._decoder)
+    program = waves._program
     state = (buffers.memory, buffers.frames)
     generator = torch.Generator().manual_seed(3)
     for rows, frames in waves._buckets.shapes():
@@ -172,8 +168,27 @@ def test_a_replay_equals_a_call_bit_by_bit(engine):
         assert not torch.equal(before[0], made[0][0])
 
 
-def test_graphs_are_off_unless_asked_for_and_on_a_cpu(checkpoint):
-    for options in (Code2WavOptions(), Code2WavOptions(cuda_graphs=True)):
-        assert not isinstance(Code2Wav(Placement(checkpoint), options)._waves, GraphWaves)
-    assert Code2Wav._has_graphs(Placement(checkpoint, "cuda:0"), Code2WavOptions(cuda_graphs=True))
-    assert not Code2Wav._has_graphs(Placement(checkpoint, "cuda:0"), Code2WavOptions())
+def test_kernels_give_the_references_samples(checkpoint, reference):
+    """Of streams that share passes and slots: one that begins while another goes on, and one after that."""
+    pytest.importorskip("triton", reason="kernels need triton, which is not installed")
+    engine = Graphs(
+        Placement(checkpoint, max_batch_size=2, chunk_frames=(8,)), Code2WavOptions(max_streams=2)
+    )
+    frames = {name: random_frames(length, length) for name, length in (("a", 15), ("b", 10), ("c", 3))}
+    waiting = {
+        name: chunks_of(name, frames[name], sizes)
+        for name, sizes in (("a", [1, 8, 4]), ("b", [6]), ("c", []))
+    }
+    together = {name: [] for name in frames}
+    for names in (["a"], ["a", "b"], ["b", "a"], ["a", "c"]):
+        for name, answer in zip(names, engine.run([waiting[name].pop(0) for name in names]), strict=True):
+            together[name].append(answer["pcm"])
+    assert not any(waiting.values())
+    for name, mine in frames.items():
+        np.testing.assert_allclose(np.concatenate(together[name]), whole(reference, mine), atol=1e-5)
+
+
+def test_graphs_are_for_gpus(checkpoint):
+    assert not isinstance(Code2Wav(Placement(checkpoint), Code2WavOptions())._waves, GraphWaves)
+    assert Code2Wav._has_graphs(Placement(checkpoint, "cuda:0"), Code2WavOptions())
+    assert not Code2Wav._has_graphs(Placement(checkpoint, "cuda:0"), Code2WavOptions(cuda_graphs=False))

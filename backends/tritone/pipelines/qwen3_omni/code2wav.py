@@ -38,7 +38,8 @@ class Code2WavOptions:
     load_format: LoadFormat = "auto"  # dummy: random weights in the shapes of config.json, to measure with
     max_streams: Annotated[int, Meta(ge=1)] = 64  # more are refused UNAVAILABLE
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights, states and arithmetic
-    cuda_graphs: bool = False  # on a GPU: each pass one launch, of chunks padded to one of a few sizes
+    cuda_graphs: bool = True  # on a GPU: each pass one launch, of chunks padded to one of a few sizes
+    kernels: bool = True  # of those, convolutions in kernels of our own; else in plain torch
 
 
 class WaveEngine(BatchEngine):
@@ -200,7 +201,8 @@ class Code2Wav(WaveEngine):
             return EagerWaves(decoder)
         from tritone.pipelines.qwen3_omni.wave_graph import GraphWaves
 
-        return GraphWaves(decoder, step_buckets(placement, options.max_streams), options.max_streams)
+        buckets = step_buckets(placement, options.max_streams)
+        return GraphWaves(decoder, buckets, options.max_streams, options.kernels)
 
     @staticmethod
     def _has_graphs(placement: Placement, options: Code2WavOptions) -> bool:

@@ -21,7 +21,7 @@ from tritone.networks.waveform_decoder import WaveformDecoder
 from tritone.pipelines.qwen3_omni.wave_steps import Buckets, StepWaves
 from tritone.ports import Array
 
-SLOT, VALID, START, CODES = 0, 1, 2, 3  # columns of a packed row; its codes fill the rest
+SLOT, VALID, START, CODES = 0, 1, 2, 3  # columns of a packed row, the order of Streams; codes fill the rest
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,39 @@ class StepProgram:
         buffers.wave[: wave.numel()].view_as(wave).copy_(wave)
 
 
+class KernelProgram:
+    """As StepProgram, with convolutions in kernels: the tails of streams stay in the pool."""
+
+    def __init__(self, buffers: WaveBuffers, decoder: WaveformDecoder) -> None:
+        from tritone.kernels.waveform import WaveformKernels
+
+        self._buffers, self._kernels, self._config = buffers, WaveformKernels(decoder), decoder.config
+
+    @torch.inference_mode()
+    def __call__(self, rows: int, frames: int) -> None:
+        from tritone.kernels.convolution import Streams
+
+        buffers, config = self._buffers, self._config
+        columns = row_columns(frames, config.num_quantizers)
+        packed = buffers.packed[: rows * columns].view(rows, columns)
+        slots, valid, starts = packed[:, :CODES].T.contiguous()
+        codes = packed[:, CODES:].reshape(rows, frames, config.num_quantizers)
+        ages = buffers.frames[slots.long()].masked_fill_(starts.bool(), 0)
+        wave = buffers.wave[: rows * frames * config.samples_per_frame].view(rows, -1)
+        self._kernels(codes, buffers.memory, Streams(slots, valid, ages, starts), wave)
+        buffers.frames[slots.long()] = (ages + valid).clamp_(max=config.age_limit)
+
+
 class GraphWaves(StepWaves):
     """Launches a captured program."""
 
-    def __init__(self, decoder: WaveformDecoder, buckets: Buckets, slots: int) -> None:
-        """Capture the program for every bucket."""
+    def __init__(self, decoder: WaveformDecoder, buckets: Buckets, slots: int, kernels: bool = False) -> None:
+        """Capture the program for every bucket. kernels: with our own convolutions."""
         super().__init__(decoder.config, buckets, slots)
         self.state_bytes = decoder.state_bytes
         self._buffers = buffers = WaveBuffers.of(decoder, buckets, slots)
-        self._program = StepProgram(buffers, decoder)  # holds the weights, of which a graph knows addresses
+        program = KernelProgram if kernels else StepProgram
+        self._program = program(buffers, decoder)  # holds the weights, of which a graph knows addresses
         is_cuda = decoder.device.type == "cuda"
         self._packed = torch.zeros(buffers.packed.shape, dtype=torch.int32, pin_memory=is_cuda)
         self._wave = torch.zeros(buffers.wave.shape, pin_memory=is_cuda)
