@@ -1,8 +1,8 @@
 """Convolutions over what lies behind, in rows of channels, for streams of which each brings some columns.
 
     joined [B, tail + T, K] ─► taps · W ─► + bias ─► + kept ─► 0 before the first sample ─┬─► kept
-       ▲                                                                                  └─► snake ─► the next
-       └─ carry: the tail of each stream, from its slot and back                               joined
+       ▲                                                                                  └─► snake ─► joined
+       └─ carry: the tail of each stream, from its slot and back
 
 Columns of a stream are rows here, so that a convolution is a product whose rows are read `dilation` apart,
 and one that gives r columns for each is a product whose rows are r columns long: nothing is laid out anew.
