@@ -11,9 +11,11 @@ The memory of a stream has the size that the decoder says, but a tail lies in it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,7 +26,6 @@ from tritone.kernels.convolution import (
     carry,
     convolve,
     depthwise_norm,
-    joined,
     leave,
 )
 from tritone.networks import causal_layers
@@ -71,10 +72,28 @@ class _Block(NamedTuple):
     lead: int  # columns behind it that come before a stream's first sample
 
 
+class Rooms:
+    """For what lies between convolutions, of any pass: two that take turns, and one for what is kept."""
+
+    def __init__(self, elements: int, like: Tensor) -> None:
+        rooms = torch.zeros((3, elements), dtype=like.dtype, device=like.device)
+        self._kept: Tensor = rooms[0]
+        self._turns: list[Tensor] = [rooms[1], rooms[2]]
+
+    def kept(self, *shape: int) -> Tensor:
+        return self._kept[: math.prod(shape)].view(shape)
+
+    def next(self, *shape: int) -> Tensor:
+        """Not the one before, which is being read."""
+        self._turns.reverse()
+        return self._turns[0][: math.prod(shape)].view(shape)
+
+
 class WaveformKernels:
     """Holds what it needs of a decoder, whose own weights of convolutions may then go."""
 
-    def __init__(self, decoder: WaveformDecoder) -> None:
+    def __init__(self, decoder: WaveformDecoder, shapes: Iterable[tuple[int, int]]) -> None:
+        """shapes: (streams, frames) of the passes that there will be."""
         self._reader, self._window = decoder.reader, decoder.window_size
         self._wideners = [_widener(widener) for widener in decoder.wideners]
         self._enter, self._leave = _layer(decoder.enter), _layer(decoder.leave)
@@ -88,6 +107,17 @@ class WaveformKernels:
                 for unit in block.units
             ]
             self._blocks.append(_Block(upsample, then, units, lead))
+        elements = max(self._largest(*shape) for shape in shapes)
+        self._rooms = Rooms(elements, self._enter.taps.bias)
+
+    def _largest(self, batch: int, frames: int) -> int:
+        """Elements of the largest tensor between convolutions."""
+        sizes = [batch * (self._first.tail + frames * self._enter.columns) * len(self._enter.taps.bias)]
+        for block in self._blocks:
+            taps, tails = block.upsample.taps, [block.then.tail, *(unit.then.tail for unit in block.units)]
+            columns = frames * block.upsample.columns * taps.rate
+            sizes.append(batch * (max(tails) + columns) * len(taps.bias))
+        return max(sizes)
 
     def __call__(self, codes: Tensor, memory: Tensor, streams: Streams, wave: Tensor) -> None:
         """Samples of codes int32 [B, n, Q] into `wave` [B, n · samples_per_frame], leads included.
@@ -99,7 +129,7 @@ class WaveformKernels:
         for widener in self._wideners:
             x = self._widened(widener, x, memory, streams)
         x = self._before(self._enter, x, memory, streams)
-        x = _convolved(self._enter, x, streams, self._first)
+        x = self._convolved(self._enter, x, streams, self._first)
         for block in self._blocks:
             x = self._block(block, x, memory, streams)
         self._carried(self._leave, x, memory, streams)
@@ -124,31 +154,38 @@ class WaveformKernels:
         """x behind the tail of the upsampling, to the same for the convolution after the block."""
         taps = block.upsample.taps
         columns = block.upsample.columns * taps.rate
-        kept = joined(x.shape[0], 0, (x.shape[1] - taps.tail) * taps.rate, len(taps.bias), x)
+        shape = (x.shape[0], (x.shape[1] - taps.tail) * taps.rate, len(taps.bias))
+        kept = self._rooms.kept(*shape)
         self._carried(block.upsample, x, memory, streams)
-        x = _convolved(block.upsample, x, streams, block.then, kept=kept, keep=True, lead=block.lead)
+        x = self._convolved(block.upsample, x, streams, block.then, kept=kept, keep=True, lead=block.lead)
         for number, unit in enumerate(block.units, start=1):
             self._carried(unit.spread, x, memory, streams)
-            x = convolve(x, unit.spread.taps, columns, streams, snake=unit.between)
-            mixed = _Layer(unit.mix, 0, columns)
-            keep = number < len(block.units)
-            x = _convolved(mixed, x, streams, unit.then, kept=kept, add=True, keep=keep, lead=block.lead)
+            spread = self._rooms.next(*shape)
+            convolve(x, unit.spread.taps, columns, streams, spread, snake=unit.between)
+            mix, keep = _Layer(unit.mix, 0, columns), number < len(block.units)
+            x = self._convolved(
+                mix, spread, streams, unit.then, kept=kept, add=True, keep=keep, lead=block.lead
+            )
         return x
+
+    def _convolved(self, layer: _Layer, x: Tensor, streams: Streams, then: _Next, **more: Any) -> Tensor:
+        """As the next convolution wants it."""
+        taps = layer.taps
+        columns = (x.shape[1] - taps.tail) * taps.rate
+        y = self._rooms.next(x.shape[0], then.tail + columns, len(taps.bias))
+        convolve(x, taps, layer.columns, streams, y, snake=then.snake, **more)
+        return y
 
     def _before(self, layer: _Layer, x: Tensor, memory: Tensor, streams: Streams) -> Tensor:
         """x [B, T, C] behind its tail."""
         tail = layer.taps.tail
-        y = joined(x.shape[0], tail, x.shape[1], x.shape[2], x)
+        y = x.new_empty((x.shape[0], tail + x.shape[1], x.shape[2]))
         y[:, tail:] = x
         self._carried(layer, y, memory, streams)
         return y
 
     def _carried(self, layer: _Layer, x: Tensor, memory: Tensor, streams: Streams) -> None:
         carry(x, layer.taps.tail, layer.columns, memory, layer.place, streams)
-
-
-def _convolved(layer: _Layer, x: Tensor, streams: Streams, then: _Next, **more: Any) -> Tensor:
-    return convolve(x, layer.taps, layer.columns, streams, head=then.tail, snake=then.snake, **more)
 
 
 def _chain(decoder: WaveformDecoder) -> Iterator[_Next]:

@@ -120,6 +120,15 @@ class WaveformSize:
         wave = 4 * BATCH_FRAMES * self.samples_per_frame * self.last_channels
         return wave + BATCH_FRAMES // 4 * self.state
 
+    def between(self, streams: int, frames: int) -> int:
+        """Elements of the largest tensor between two convolutions of kernels/waveform.py; frames: of all."""
+        columns = math.prod(self.ratios)
+        sizes, tail = [(streams + frames * columns) * self.channels], (_KERNEL - 1) * max(_DILATIONS)
+        for rate, out in self._blocks():
+            columns *= rate
+            sizes.append((streams * tail + frames * columns) * out)
+        return max(sizes)
+
     @property
     def flops(self) -> int:
         """Multiplications and additions of a frame."""

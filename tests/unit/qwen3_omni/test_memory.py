@@ -114,6 +114,22 @@ def test_dummy_weights_take_what_files_take(checkpoint: Path) -> None:
         assert planned(dummy) == planned(kind.memory(ground, options))
 
 
+def test_captured_passes_of_code2wav_are_planned_with_what_they_compute_in(real: Path) -> None:
+    ground = Ground("code2wav", real, is_released=True, on_gpu=True)
+    options = Code2WavOptions(max_streams=128, dtype="bfloat16", load_format="dummy")
+    terms = {term.name: term.num_bytes for term in Code2Wav.memory(ground, options)}
+    samples, channels = 1600 * 1920, 96
+    assert terms["stream states"] == 129 * 1_297_472 * 2
+    assert terms["static buffers"] == (3 * (128 * 54 + samples) * channels * 2 + 4 * (samples + 1600 * 16)), (
+        "three of the longest tensors, samples and codes"
+    )
+    assert terms["CUDA graphs"] > 2 * 64 * 1_297_472 * 2
+    plain = Code2Wav.memory(ground, replace(options, kernels=False))
+    assert [term.name for term in plain][3:] == ["activations", "CUDA graphs"]
+    eager = Code2Wav.memory(ground, replace(options, cuda_graphs=False))
+    assert [term.name for term in eager][3:] == ["activations"]
+
+
 def test_elements_are_those_of_the_reference_at_real_size(real: Path) -> None:
     transformers = import_transformers()
     config = transformers.Qwen3OmniMoeConfig.from_pretrained(real)

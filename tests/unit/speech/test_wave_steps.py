@@ -12,12 +12,14 @@ pytest.importorskip("transformers")
 
 from tritone.deploy import Chunks  # noqa: E402
 from tritone.engines.base import Chunk, Placement  # noqa: E402
+from tritone.networks.waveform_size import WaveformSize  # noqa: E402
 from tritone.pipelines.qwen3_omni.code2wav import Code2Wav, Code2WavOptions  # noqa: E402
 from tritone.pipelines.qwen3_omni.wave_graph import GraphWaves  # noqa: E402
 from tritone.pipelines.qwen3_omni.wave_steps import Batch, Buckets  # noqa: E402
 from tritone.stream import sizes_of  # noqa: E402
 
 from .test_qwen3_omni_code2wav import (  # noqa: E402
+    CONFIG,
     MISSING,
     RATE,
     checkpoint,
@@ -37,6 +39,7 @@ GPU = [
 ]
 CUDA = pytest.param(("cuda:0", False), marks=GPU)
 CUDA_KERNELS = pytest.param(("cuda:0", True), marks=GPU)
+HERE = "cuda:0" if torch.cuda.is_available() else "cpu"  # where kernels run
 CHUNKS = (4, 8, 16, 25)
 
 
@@ -172,7 +175,11 @@ def test_kernels_give_the_references_samples(checkpoint, reference):
     """Of streams that share passes and slots: one that begins while another goes on, and one after that."""
     pytest.importorskip("triton", reason="kernels need triton, which is not installed")
     engine = Graphs(
-        Placement(checkpoint, max_batch_size=2, chunk_frames=(8,)), Code2WavOptions(max_streams=2)
+        Placement(checkpoint, HERE, max_batch_size=2, chunk_frames=(8,)), Code2WavOptions(max_streams=2)
+    )
+    rooms = engine._waves._program._kernels._rooms
+    assert rooms.kept(1).untyped_storage().nbytes() == 3 * 4 * WaveformSize.from_hf(CONFIG.to_dict()).between(
+        2, 16
     )
     frames = {name: random_frames(length, length) for name, length in (("a", 15), ("b", 10), ("c", 3))}
     waiting = {
@@ -186,6 +193,19 @@ def test_kernels_give_the_references_samples(checkpoint, reference):
     assert not any(waiting.values())
     for name, mine in frames.items():
         np.testing.assert_allclose(np.concatenate(together[name]), whole(reference, mine), atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's interpreter does not know bfloat16")
+def test_in_bfloat16_kernels_are_as_near_the_reference_as_torch(checkpoint, reference):
+    frames = random_frames(16, 4)
+    right = whole(reference, frames)
+    apart = []
+    for kernels in (False, True):
+        options = Code2WavOptions(max_streams=1, dtype="bfloat16", kernels=kernels)
+        engine = Graphs(Placement(checkpoint, "cuda:0", max_batch_size=1, chunk_frames=(8,)), options)
+        apart.append(np.sqrt(np.mean((sound(engine, chunks_of("a", frames, [8])) - right) ** 2)))
+    assert 0 < apart[1] <= 1.2 * apart[0] < 0.1 * right.std(), apart
 
 
 def test_graphs_are_for_gpus(checkpoint):

@@ -10,6 +10,7 @@ CUDA graphs keep for it, is estimated from the shapes of its largest layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from tritone.pipelines.qwen3_omni.thinking import ThinkingOptions
     from tritone.pipelines.qwen3_omni.vllm_thinker import VllmThinkerOptions
 
+COPIES = 4  # of what streams remember, while a pass reads it
+WIDENED = 12  # tensors as wide as the model, of all columns, that the wideners have at a time
 VLLM_SHARE = 0.9  # of a GPU, which vLLM fills when it is told nothing
 
 
@@ -216,13 +219,16 @@ def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
 def code2wav_terms(ground: Ground, options: Code2WavOptions) -> list[Term]:
     sizes, item = OmniSizes.read(ground.checkpoint), ITEM_BYTES[options.dtype]
     size = sizes.code2wav
-    states, how = product({"streams": options.max_streams, "of a state": size.state}, item)
-    return [
+    graphs = ground.on_gpu and options.cuda_graphs
+    states, how = product({"streams": options.max_streams + graphs, "of a state": size.state}, item)
+    terms = [
         _weights(ground, options, sizes, ("code2wav.",), size.held - size.stored),
         Term("stream states", states, how, lower="max_streams"),
         Term("tables", size.tables_bytes + size.turns * item, "positions and masks"),
-        _wave_activations(size, item),
     ]
+    if not graphs:
+        return [*terms, _wave_activations(size, item)]
+    return [*terms, *_wave_graph_terms(size, item, options)]
 
 
 def exported_code2wav_terms(ground: Ground, options: ExportedOptions) -> list[Term]:
@@ -264,6 +270,34 @@ def _wave_activations(size: WaveformSize, item: int) -> Term:
         f"{size.last_channels} channels of each",
         is_exact=False,
     )
+
+
+def _wave_graph_terms(size: WaveformSize, item: int, options: Code2WavOptions) -> list[Term]:
+    """Of captured passes; with kernels their weights are laid out anew, beside those that are read."""
+    spare = f"{GRAPHS_SPARE_BYTES // MIB} MiB"
+    if not options.kernels:
+        graphs = Term("CUDA graphs", GRAPHS_SPARE_BYTES, f"{spare} beside the activations", is_exact=False)
+        return [_wave_activations(size, item), graphs]
+    buffers = 3 * size.between(options.max_streams, BATCH_FRAMES) * item
+    wave = BATCH_FRAMES * (size.samples_per_frame + size.codebooks) * 4
+    rows = BATCH_FRAMES * math.prod(size.ratios) * size.hidden * WIDENED
+    computed = (COPIES * options.max_streams * size.state + rows + size.held) * item
+    return [
+        Term(
+            "static buffers",
+            buffers + wave,
+            f"3 × {BATCH_FRAMES:,} frames between convolutions, codes and samples",
+            is_exact=False,
+            lower="max_streams",
+        ),
+        Term(
+            "CUDA graphs",
+            computed + GRAPHS_SPARE_BYTES,
+            f"{COPIES} × {options.max_streams} states, {BATCH_FRAMES:,} frames widened, weights, and {spare}",
+            is_exact=False,
+            lower="max_streams",
+        ),
+    ]
 
 
 def _cache(size: DecoderSize, slots: int, context_tokens: int, item: int) -> Term:

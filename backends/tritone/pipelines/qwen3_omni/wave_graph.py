@@ -75,10 +75,11 @@ class StepProgram:
 class KernelProgram:
     """As StepProgram, with convolutions in kernels: the tails of streams stay in the pool."""
 
-    def __init__(self, buffers: WaveBuffers, decoder: WaveformDecoder) -> None:
+    def __init__(self, buffers: WaveBuffers, decoder: WaveformDecoder, buckets: Buckets) -> None:
         from tritone.kernels.waveform import WaveformKernels
 
-        self._buffers, self._kernels, self._config = buffers, WaveformKernels(decoder), decoder.config
+        self._buffers, self._config = buffers, decoder.config
+        self._kernels = WaveformKernels(decoder, buckets.shapes())
 
     @torch.inference_mode()
     def __call__(self, rows: int, frames: int) -> None:
@@ -103,8 +104,8 @@ class GraphWaves(StepWaves):
         super().__init__(decoder.config, buckets, slots)
         self.state_bytes = decoder.state_bytes
         self._buffers = buffers = WaveBuffers.of(decoder, buckets, slots)
-        program = KernelProgram if kernels else StepProgram
-        self._program = program(buffers, decoder)  # holds the weights, of which a graph knows addresses
+        # A program holds the weights, of which a graph knows no more than the addresses.
+        self._program = KernelProgram(buffers, decoder, buckets) if kernels else StepProgram(buffers, decoder)
         is_cuda = decoder.device.type == "cuda"
         self._packed = torch.zeros(buffers.packed.shape, dtype=torch.int32, pin_memory=is_cuda)
         self._wave = torch.zeros(buffers.wave.shape, pin_memory=is_cuda)
