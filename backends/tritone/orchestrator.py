@@ -389,9 +389,10 @@ class Orchestrator:
     async def _end_sequence(self, id_: str, sequence: int, stage: str, last: ChunkCall) -> None:
         """Triton keeps a place for a sequence until its END, which must not overtake the call under way."""
         await asyncio.wait({last.task})
-        if not last.task.cancelled() and (fault := last.task.exception()) is not None:
+        fault = None if last.task.cancelled() else last.task.exception()
+        if fault is not None:
             log_info(f"{self._name}: the last chunk of {id_} failed: {described(fault)}")
-        if not last.ends:
+        if fault is not None or not last.ends:  # one that failed may not have come to Triton
             await self._stages.sequence(self._models[stage], sequence, DropStream(id_), {})
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:

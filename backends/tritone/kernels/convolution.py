@@ -6,7 +6,7 @@
 
 Columns of a stream are rows here, so that a convolution is a product whose rows are read `dilation` apart,
 and one that gives r columns for each is a product whose rows are r columns long: nothing is laid out anew.
-What a stream does not bring, though its batch has room for it, is not computed.
+What a stream does not bring, though its batch has room for it, `convolve` and `leave` do not compute.
 
 Snake: Ziyin et al. 2020 (arXiv 2006.08195), in the form of BigVGAN (arXiv 2206.04658).
 """
@@ -58,10 +58,11 @@ class Snake(NamedTuple):
 
 @triton.jit
 def _sine_squared(x):
-    """Within 2e-7 for |x| up to 1e4: the period of sin² is π, and what is left of it a polynomial."""
+    """Within 4e-7 for |x| up to 1e5, and never above 1: its period is π, and in it a polynomial does."""
     turns = tl.floor(x * 0.3183098861837907 + 0.5)
     x = x - turns * 3.140625
     x = x - turns * 9.676535897932384e-4
+    x = tl.where(x > 1.6, 1.6, tl.where(x < -1.6, -1.6, x))  # what is not a number stays none
     s = x * x
     p = -2.5052108385441720e-8 * s + 2.7557319223985893e-6
     p = p * s - 1.9841269841269841e-4

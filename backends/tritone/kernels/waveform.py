@@ -2,8 +2,8 @@
 
     codes [B, n, Q] ─► Reader, in torch ─► rows [B, n, H] ─► wideners ─► convolution k7 ─► blocks ─► wave
 
-A tensor of channels is [B, T, C] here. Every snake but the first is computed by the kernel whose output it
-takes, so that a residual unit is two kernels, and two small ones that see to the tails. Streams stay in their
+A tensor of channels is [B, T, C] here. Every snake is computed by the kernel whose output it takes, so that a
+residual unit is two kernels, and a small one that sees to the tails. Streams stay in their
 slots: what the reader keeps is copied out and back, tails are read and written where they lie.
 
 The memory of a stream has the size that the decoder says, but a tail lies in it as [tail, C].
@@ -76,9 +76,9 @@ class Rooms:
     """For what lies between convolutions, of any pass: two that take turns, and one for what is kept."""
 
     def __init__(self, elements: int, like: Tensor) -> None:
-        rooms = torch.zeros((3, elements), dtype=like.dtype, device=like.device)
-        self._kept: Tensor = rooms[0]
-        self._turns: list[Tensor] = [rooms[1], rooms[2]]
+        self._rooms = torch.zeros((3, elements), dtype=like.dtype, device=like.device)
+        self._kept: Tensor = self._rooms[0]
+        self._turns: list[Tensor] = [self._rooms[1], self._rooms[2]]
 
     def kept(self, *shape: int) -> Tensor:
         return self._kept[: math.prod(shape)].view(shape)
@@ -191,10 +191,10 @@ class WaveformKernels:
 def _chain(decoder: WaveformDecoder) -> Iterator[_Next]:
     """Every convolution before which an output waits, in order."""
     for block in decoder.blocks:
-        yield _Next(_snake(block.snake), _upsampling(block.upsample).taps.tail)
+        yield _Next(_snake(block.snake), block.upsample.tail.shape[-1])
         for unit in block.units:
-            yield _Next(_snake(unit.snakes[0]), _taps(unit.spread).tail)
-    yield _Next(_snake(decoder.snake), _taps(decoder.leave).tail)
+            yield _Next(_snake(unit.snakes[0]), unit.spread.tail.shape[-1])
+    yield _Next(_snake(decoder.snake), decoder.leave.tail.shape[-1])
 
 
 def _widener(widener: Widener) -> _Wide:

@@ -86,9 +86,8 @@ class WaveformDecoder:
                 offsets,
                 _Transformer(config, source.under("pre_transformer."), layout),
             )
-            self.window_size = (
-                layout.size
-            )  # elements of a stream's memory that the reader has, the first ones
+            # Elements of a stream's memory that the reader has, the first ones.
+            self.window_size = layout.size
             self.wideners = [
                 Widener(ratio, hidden, source.under(f"upsample.{i}."), layout)
                 for i, ratio in enumerate(config.upsampling_ratios)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tritone.kernels import convolution
+from tritone.kernels import tiles as tiles_of_kernels
 from tritone.kernels.convolution import Snake, Streams, Taps, carry, convolve, depthwise_norm, leave
 from tritone.kernels.tiles import Tile
 
@@ -71,6 +72,34 @@ def test_a_convolution_and_what_is_done_with_it(noise, streams, count, dilation,
         close(made[b, head : head + used], snaked(right[b, :used], snake))
         close(plain[b, :used], convolved(x, taps)[b, :used])
         assert torch.equal(kept[b, used:], before[b, used:])
+
+
+def test_a_snake_of_any_number(device, streams):
+    """Its sine is never above 1, and what is not a number stays none."""
+    numbers = [0.0, 1.5, -1.6, 3.14, -1e4, 9999.5, 3e7, -1e8, 1e10, 3e38, float("nan"), float("inf")]
+    x = torch.tensor(numbers, device=device).repeat(3, 1)[..., None]
+    one = torch.ones(1, device=device)
+    y = torch.empty_like(x)
+    convolve(x, Taps(one[None, None], 0 * one), COLUMNS, streams, y, snake=Snake(one, one))
+    squared = (y - x)[0, :, 0].double()
+    right = torch.sin(x[0, :, 0].double()) ** 2
+    assert squared[-2:].isnan().all()
+    torch.testing.assert_close(squared[:4], right[:4], atol=6e-7, rtol=0)
+    torch.testing.assert_close(squared[4:6], right[4:6], atol=1e-3, rtol=0)  # of the sum, in float32
+    assert (squared[6:-2] >= 0).all() and (squared[6:-2] <= 16).all(), "but for rounding of the sum"
+
+
+@pytest.mark.parametrize("item", [2, 4])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(1024, 1536), (1536, 6144), (768, 768), (192, 192), (96, 96), (8, 4)]
+)
+@pytest.mark.parametrize(("batch", "length"), [(1, 16), (1, 48_000), (64, 100), (64, 48_000)])
+def test_tiles_fit_into_a_multiprocessor(monkeypatch, batch, length, inner, outer, item):
+    monkeypatch.setattr(tiles_of_kernels, "INTERPRETED", False)
+    tile = tiles_of_kernels.convolution_tile(batch, length, inner, outer, item)
+    assert min(tile.rows, tile.width, tile.depth) >= 16
+    assert (tile.rows + tile.width) * tile.depth * item * tile.stages <= 99 << 10, "what an RTX 3090 has"
+    assert tile.rows < 2 * max(16, length) and (inner < 32 or inner % tile.depth == 0)
 
 
 @pytest.mark.parametrize("tail", [1, 5, 9, 70])

@@ -29,7 +29,7 @@ from tritone.engines.graph_memory import (
 )
 from tritone.engines.memory import FILES_FACTOR, ITEM_BYTES, Ground, Term, gpu_share, product
 from tritone.networks.decoder_size import DecoderSize
-from tritone.networks.waveform_size import BATCH_FRAMES, WaveformSize
+from tritone.networks.waveform_size import BATCH_FRAMES, PASS_FRAMES, WaveformSize
 from tritone.pipelines.qwen3_omni.config import OmniConfig
 
 if TYPE_CHECKING:
@@ -278,22 +278,24 @@ def _wave_graph_terms(size: WaveformSize, item: int, options: Code2WavOptions) -
     if not options.kernels:
         graphs = Term("CUDA graphs", GRAPHS_SPARE_BYTES, f"{spare} beside the activations", is_exact=False)
         return [_wave_activations(size, item), graphs]
-    buffers = 3 * size.between(options.max_streams, BATCH_FRAMES) * item
-    wave = BATCH_FRAMES * (size.samples_per_frame + size.codebooks) * 4
-    rows = BATCH_FRAMES * math.prod(size.ratios) * size.hidden * WIDENED
-    computed = (COPIES * options.max_streams * size.state + rows + size.held) * item
+    rows = buckets(1, options.max_streams)[-1]
+    frames = min(BATCH_FRAMES, rows * PASS_FRAMES)
+    between = 3 * size.between(rows, frames) * item
+    told = (frames * (size.samples_per_frame + size.codebooks) + 3 * rows) * 4
+    widened = WIDENED * frames * math.prod(size.ratios) * size.hidden
+    computed = (COPIES * rows * size.state + widened + size.held) * item
     return [
         Term(
             "static buffers",
-            buffers + wave,
-            f"3 × {BATCH_FRAMES:,} frames between convolutions, codes and samples",
+            between + told,
+            f"3 × {frames:,} frames between convolutions, codes and samples",
             is_exact=False,
             lower="max_streams",
         ),
         Term(
             "CUDA graphs",
             computed + GRAPHS_SPARE_BYTES,
-            f"{COPIES} × {options.max_streams} states, {BATCH_FRAMES:,} frames widened, weights, and {spare}",
+            f"{COPIES} × {rows} states, {frames:,} frames widened, weights, and {spare}",
             is_exact=False,
             lower="max_streams",
         ),

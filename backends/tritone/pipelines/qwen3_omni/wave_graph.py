@@ -9,6 +9,7 @@ no graphs, it is called.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +22,7 @@ from tritone.networks.waveform_decoder import WaveformDecoder
 from tritone.pipelines.qwen3_omni.wave_steps import Buckets, StepWaves
 from tritone.ports import Array
 
-SLOT, VALID, START, CODES = 0, 1, 2, 3  # columns of a packed row, the order of Streams; codes fill the rest
+SLOT, VALID, START, CODES = 0, 1, 2, 3  # columns of a packed row; its codes fill the rest
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class KernelProgram:
         buffers, config = self._buffers, self._config
         columns = row_columns(frames, config.num_quantizers)
         packed = buffers.packed[: rows * columns].view(rows, columns)
-        slots, valid, starts = packed[:, :CODES].T.contiguous()
+        head = packed[:, :CODES].T.contiguous()
+        slots, valid, starts = head[SLOT], head[VALID], head[START]
         codes = packed[:, CODES:].reshape(rows, frames, config.num_quantizers)
         ages = buffers.frames[slots.long()].masked_fill_(starts.bool(), 0)
         wave = buffers.wave[: rows * frames * config.samples_per_frame].view(rows, -1)
@@ -100,12 +102,14 @@ class GraphWaves(StepWaves):
     """Launches a captured program."""
 
     def __init__(self, decoder: WaveformDecoder, buckets: Buckets, slots: int, kernels: bool = False) -> None:
-        """Capture the program for every bucket. kernels: with our own convolutions."""
+        """Capture the program for every bucket. kernels: with our own convolutions, where triton is."""
         super().__init__(decoder.config, buckets, slots)
         self.state_bytes = decoder.state_bytes
         self._buffers = buffers = WaveBuffers.of(decoder, buckets, slots)
         # A program holds the weights, of which a graph knows no more than the addresses.
-        self._program = KernelProgram(buffers, decoder, buckets) if kernels else StepProgram(buffers, decoder)
+        has_kernels = kernels and importlib.util.find_spec("triton")
+        program = KernelProgram(buffers, decoder, buckets) if has_kernels else StepProgram(buffers, decoder)
+        self._program: KernelProgram | StepProgram = program
         is_cuda = decoder.device.type == "cuda"
         self._packed = torch.zeros(buffers.packed.shape, dtype=torch.int32, pin_memory=is_cuda)
         self._wave = torch.zeros(buffers.wave.shape, pin_memory=is_cuda)
