@@ -10,6 +10,8 @@ the end of a heap. Each time Python's collector runs first, since cycles that li
 left alone it runs the more seldom the more there is. What was there at the start it does not look at again.
 Python's cache of attribute look-ups is emptied too. It keeps the names: where C code asks by a string of its
 own, as Triton's does for every tensor, each call leaves a name, up to 4,096 of them, among what lives long.
+So is that of the formats of `struct`: Triton reads a text by a format that has its length in it, so each
+length that is new leaves one, up to 100 of them.
 
 Python's own allocator, of all that is small, keeps nearly every page that it ever used. So its room is taken
 at the start, for as many requests at once as there may be, and not by and by as more than ever before meet.
@@ -22,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import struct
 import sys
 import threading
 from collections.abc import MutableMapping
@@ -79,10 +82,12 @@ def give_back_often(room_bytes: int = 0, every_s: float = GIVE_BACK_EVERY_S) -> 
     To be called once everything is imported and loaded. room_bytes: taken for small things that will come.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # what glibc has
+    forget_formats = getattr(struct, "_clearcache", lambda: None)  # what CPython has
 
     def run(_room: list[bytes]) -> None:
         while not never.wait(every_s):
             sys._clear_type_cache()
+            forget_formats()
             gc.collect()
             _alive[:] = [sys.getallocatedblocks()]
             trim(0)

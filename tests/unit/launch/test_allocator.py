@@ -156,6 +156,36 @@ def test_names_that_were_asked_for_once_are_forgotten():
     assert left <= 100, f"{asked} blocks were held, of names"
 
 
+FORMATS = """
+import gc, struct, time
+from tritone import allocator
+
+def kept():
+    return sum(type(thing) is struct.Struct for thing in gc.get_objects())
+
+allocator.give_back_often(every_s=0.05)
+room = bytes(200)
+for length in range(101, 161):  # fewer than make the cache forget by itself
+    struct.unpack_from(f"<{length}s", room)
+deadline = time.monotonic() + 10
+while kept() and time.monotonic() < deadline:
+    time.sleep(0.02)
+print(kept())
+"""
+
+
+def test_lengths_of_texts_that_were_read_once_are_forgotten():
+    done = subprocess.run(
+        [sys.executable, "-c", FORMATS],
+        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 0, "formats by which nothing is read any more are kept"
+
+
 def test_a_process_that_runs_can_be_told_to_hand_out_memory_as_a_server_does():
     code = """
 import threading
