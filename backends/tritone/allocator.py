@@ -3,7 +3,8 @@
 In a server and its stubs a buffer is made by one thread and freed by another. With the C library's defaults
 every thread keeps what it freed, and those caches fill for thousands of requests: it looks like a leak. Large
 buffers are mapped one by one there, so that none of them leaves a hole in the heap. Engines keep the caches,
-with which the many small tensors of a network are made faster, and have their large ones in the heap.
+with which the many small tensors of a network are made faster, and have their large ones in the heap. The
+library reads what it is told of the caches when a process starts, so `tritone serve` starts once more.
 
 Stubs and engines give freed pages back to the system by and by: by itself the library returns only those at
 the end of a heap. Each time Python's collector runs first, since cycles that lie about keep whole pages, and
@@ -21,6 +22,7 @@ of each size: they are made at the start, side by side, where later each would h
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -57,6 +59,19 @@ def for_engine(env: MutableMapping[str, str]) -> None:
     """In place of what `for_server` set: an engine inherits the environment of its server."""
     if env.get(VARIABLE) == SERVER:
         env[VARIABLE] = ENGINE
+
+
+def start_again() -> None:
+    """Run the command of this process anew with what `for_server` sets. Before it did anything.
+
+    Returns where that, or a user's own setting, is there already, and where it cannot be done.
+    """
+    if VARIABLE in os.environ or not sys.executable:
+        return
+    for_server(os.environ)
+    with contextlib.suppress(OSError):
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    del os.environ[VARIABLE]
 
 
 def for_this_process() -> None:

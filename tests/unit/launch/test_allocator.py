@@ -216,6 +216,38 @@ print(arenas() - begin)
     assert made[0] > made[1] == 0
 
 
+AGAIN = """
+import os, sys
+from tritone import allocator
+
+print("before", os.getpid(), flush=True)
+allocator.start_again()
+print("after", os.getpid(), os.environ[allocator.VARIABLE], *sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("own", "times"), [("", 2), ("glibc.malloc.arena_max=2", 1)])
+def test_a_command_starts_again_in_its_process_unless_a_user_has_told_it_something(own, times):
+    env = {name: value for name, value in os.environ.items() if name != allocator.VARIABLE}
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGAIN, "two words", "more"],
+        env={**env, **({allocator.VARIABLE: own} if own else {})},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    said, _ = process.communicate(timeout=60)
+    begin, end = f"before {process.pid}", f"after {process.pid} {own or allocator.SERVER} two words more"
+    assert said.splitlines() == [*times * [begin], end]
+
+
+def test_a_process_that_cannot_start_again_goes_on(monkeypatch):
+    monkeypatch.delenv(allocator.VARIABLE, raising=False)
+    for executable in ("", "/nowhere/python"):
+        monkeypatch.setattr("sys.executable", executable)
+        allocator.start_again()
+        assert allocator.VARIABLE not in os.environ
+
+
 ROOM = """
 import sys
 from pathlib import Path
