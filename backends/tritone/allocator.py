@@ -17,7 +17,9 @@ length that is new leaves one, up to 100 of them.
 Python's own allocator, of all that is small, keeps nearly every page that it ever used. So its room is taken
 at the start, for as many requests at once as there may be, and not by and by as more than ever before meet.
 How much of it is in use is a metric, see `num_blocks`. NumPy, too, keeps the buffers of small arrays, seven
-of each size: they are made at the start, side by side, where later each would hold a page of its own.
+of each size. Those of whole words, as nearly all are, are made at the start, side by side, where later each
+would hold a page of its own. Those of other sizes are given back, since they would take 3 MB by and by: as
+many bytes as a text has, or the JSON of a call, Triton puts into an array.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import os
 import struct
 import sys
 import threading
+import time
 from collections.abc import MutableMapping
 
 import numpy as np
@@ -44,6 +47,7 @@ BLOCK_BYTES = 512
 # In small things, of a request in flight, at the worst moments of mixed load: 55, 15 and 7 KiB, rounded up.
 IN_ORCHESTRATOR_BYTES, IN_ENGINE_BYTES, IN_DOOR_BYTES = 64 << 10, 16 << 10, 8 << 10
 NUMPY_KEEPS, NUMPY_KEEPS_BELOW_BYTES = 7, 1024  # buffers of each size
+WORD_BYTES = 8
 MOST_ROOM_BYTES = 16 << 20  # however many requests a deploy file allows
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
 
@@ -104,6 +108,7 @@ def give_back_often(room_bytes: int = 0, every_s: float = GIVE_BACK_EVERY_S) -> 
             sys._clear_type_cache()
             forget_formats()
             gc.collect()
+            _empty_numpy()
             _alive[:] = [sys.getallocatedblocks()]
             trim(0)
 
@@ -116,9 +121,18 @@ def give_back_often(room_bytes: int = 0, every_s: float = GIVE_BACK_EVERY_S) -> 
 
 
 def _fill_numpy() -> None:
-    """Of sizes that are whole words, as those of nearly all arrays are."""
-    for size_bytes in range(8, NUMPY_KEEPS_BELOW_BYTES, 8):
+    """Of sizes that are whole words."""
+    for size_bytes in range(WORD_BYTES, NUMPY_KEEPS_BELOW_BYTES, WORD_BYTES):
         _ = [np.empty(size_bytes, np.uint8) for _ in range(NUMPY_KEEPS)]
+
+
+def _empty_numpy() -> None:
+    """Of all other sizes: an array that outgrows them takes what was kept along, and ends for good."""
+    for size_bytes in range(1, NUMPY_KEEPS_BELOW_BYTES):
+        if size_bytes % WORD_BYTES:
+            for array in [np.empty(size_bytes, np.uint8) for _ in range(NUMPY_KEEPS)]:
+                array.resize(NUMPY_KEEPS_BELOW_BYTES, refcheck=False)
+            time.sleep(0)  # all of it takes 7 ms: threads that wait for Python come between
 
 
 def _take_room(arenas: int) -> list[bytes]:

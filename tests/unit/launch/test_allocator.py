@@ -186,6 +186,50 @@ def test_lengths_of_texts_that_were_read_once_are_forgotten():
     assert int(done.stdout) == 0, "formats by which nothing is read any more are kept"
 
 
+ARRAYS = """
+import ctypes, time
+import numpy as np
+from tritone import allocator
+
+class MallInfo2(ctypes.Structure):
+    _fields_ = [(f"field_{number}", ctypes.c_size_t) for number in range(10)]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = MallInfo2
+
+def in_use():
+    return libc.mallinfo2().field_7  # uordblks
+
+def use(sizes):
+    for size in sizes:
+        arrays = [np.empty(size, np.uint8) for _ in range(8)]
+
+allocator.give_back_often(every_s=0.05)
+begin = in_use()
+use(range(8, 1024, 8))
+by_words = in_use() - begin
+use(range(1, 1024))
+deadline = time.monotonic() + 10
+while in_use() - begin > 100_000 and time.monotonic() < deadline:
+    time.sleep(0.02)
+print(by_words, in_use() - begin)
+"""
+
+
+def test_small_arrays_find_room_that_was_there_or_give_it_back():
+    done = subprocess.run(
+        [sys.executable, "-c", ARRAYS],
+        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    by_words, left = map(int, done.stdout.split())
+    assert by_words < 20_000, "NumPy had no room for arrays of whole words"
+    assert left < 100_000, "NumPy keeps what arrays of all other sizes lay in: 3 MB"
+
+
 def test_a_process_that_runs_can_be_told_to_hand_out_memory_as_a_server_does():
     code = """
 import threading
