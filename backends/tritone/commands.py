@@ -52,6 +52,8 @@ def _say_if_heard(line: str) -> None:
 def serve(args: argparse.Namespace) -> int:
     from tritone import serve as serving
 
+    if getattr(args, "arguments", None) == sys.argv[1:]:  # else it is a part of another program
+        allocator.start_again()
     allocator.for_this_process()
     options = ServeOptions(
         targets=tuple(args.targets),

@@ -156,6 +156,80 @@ def test_names_that_were_asked_for_once_are_forgotten():
     assert left <= 100, f"{asked} blocks were held, of names"
 
 
+FORMATS = """
+import gc, struct, time
+from tritone import allocator
+
+def kept():
+    return sum(type(thing) is struct.Struct for thing in gc.get_objects())
+
+allocator.give_back_often(every_s=0.05)
+room = bytes(200)
+for length in range(101, 161):  # fewer than make the cache forget by itself
+    struct.unpack_from(f"<{length}s", room)
+deadline = time.monotonic() + 10
+while kept() and time.monotonic() < deadline:
+    time.sleep(0.02)
+print(kept())
+"""
+
+
+def test_lengths_of_texts_that_were_read_once_are_forgotten():
+    done = subprocess.run(
+        [sys.executable, "-c", FORMATS],
+        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 0, "formats by which nothing is read any more are kept"
+
+
+ARRAYS = """
+import ctypes, time
+import numpy as np
+from tritone import allocator
+
+class MallInfo2(ctypes.Structure):
+    _fields_ = [(f"field_{number}", ctypes.c_size_t) for number in range(10)]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = MallInfo2
+
+def in_use():
+    return libc.mallinfo2().field_7  # uordblks
+
+def use(sizes):
+    for size in sizes:
+        arrays = [np.empty(size, np.uint8) for _ in range(8)]
+
+allocator.give_back_often(every_s=0.05)
+begin = in_use()
+use(range(8, 1024, 8))
+by_words = in_use() - begin
+use(range(1, 1024))
+deadline = time.monotonic() + 10
+while in_use() - begin > 100_000 and time.monotonic() < deadline:
+    time.sleep(0.02)
+print(by_words, in_use() - begin)
+"""
+
+
+def test_small_arrays_find_room_that_was_there_or_give_it_back():
+    done = subprocess.run(
+        [sys.executable, "-c", ARRAYS],
+        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    by_words, left = map(int, done.stdout.split())
+    assert by_words < 20_000, "NumPy had no room for arrays of whole words"
+    assert left < 100_000, "NumPy keeps what arrays of all other sizes lay in: 3 MB"
+
+
 def test_a_process_that_runs_can_be_told_to_hand_out_memory_as_a_server_does():
     code = """
 import threading
@@ -184,6 +258,38 @@ print(arenas() - begin)
         assert done.returncode == 0, done.stderr
         made.append(int(done.stdout))
     assert made[0] > made[1] == 0
+
+
+AGAIN = """
+import os, sys
+from tritone import allocator
+
+print("before", os.getpid(), flush=True)
+allocator.start_again()
+print("after", os.getpid(), os.environ[allocator.VARIABLE], *sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("own", "times"), [("", 2), ("glibc.malloc.arena_max=2", 1)])
+def test_a_command_starts_again_in_its_process_unless_a_user_has_told_it_something(own, times):
+    env = {name: value for name, value in os.environ.items() if name != allocator.VARIABLE}
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGAIN, "two words", "more"],
+        env={**env, **({allocator.VARIABLE: own} if own else {})},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    said, _ = process.communicate(timeout=60)
+    begin, end = f"before {process.pid}", f"after {process.pid} {own or allocator.SERVER} two words more"
+    assert said.splitlines() == [*times * [begin], end]
+
+
+def test_a_process_that_cannot_start_again_goes_on(monkeypatch):
+    monkeypatch.delenv(allocator.VARIABLE, raising=False)
+    for executable in ("", "/nowhere/python"):
+        monkeypatch.setattr("sys.executable", executable)
+        allocator.start_again()
+        assert allocator.VARIABLE not in os.environ
 
 
 ROOM = """

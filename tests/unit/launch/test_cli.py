@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from fake_machine import write_deploy, write_file
 
-from tritone import commands, doctor, finding, pipelines
+from tritone import allocator, commands, doctor, finding, pipelines
 from tritone import server as servers
 from tritone.cli import add_commands
 from tritone.server import Interpreter, Server
+from tritone_client.cli import main
 
 Output = pytest.CaptureFixture[str]
 
@@ -111,6 +112,20 @@ class TestServe:
         assert (options.listen.host, options.listen.http, options.listen.grpc) == ("0.0.0.0", 8000, 0)
         assert (options.overrides, options.run_folder, options.log) == (("a=1",), tmp_path, "stderr")
         assert (options.drain_s, options.open_admin) == (30.0, False)
+
+    @pytest.mark.parametrize(("own", "times"), [(["serve", "echo"], 1), (["tests"], 0)])
+    def test_only_a_process_of_its_own_starts_again(
+        self, monkeypatch: pytest.MonkeyPatch, own: list[str], times: int
+    ) -> None:
+        from tritone import serve
+
+        started: list[None] = []
+        monkeypatch.setattr(serve, "serve", lambda options, say, asked: 0)
+        monkeypatch.setattr(serve.Asked, "listen", lambda self: None)
+        monkeypatch.setattr(allocator, "start_again", lambda: started.append(None))
+        monkeypatch.setattr("sys.argv", ["tritone", *own])
+        assert main(["serve", "echo"]) == 0
+        assert len(started) == times
 
     @pytest.mark.parametrize(
         ("words", "port"),
