@@ -27,6 +27,7 @@ import json
 import os
 import random
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.sampled:
         os.environ[SCHEDULE] = f"{1000 * SEND_EVERY_S:.0f}"
         args.b += ["tracing.otlp_endpoint={collector}", "tracing.sample_ratio=0"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end with a command that is cut off
     work = Work(args.rounds, args.requests, args.at_once, args.together, args.sampled)
     with ExitStack() as stack:
         url = stack.enter_context(collector()) if "{collector}" in str(args.a + args.b) else ""
