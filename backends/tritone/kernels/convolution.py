@@ -6,7 +6,7 @@
 
 Columns of a stream are rows here, so that a convolution is a product whose rows are read `dilation` apart,
 and one that gives r columns for each is a product whose rows are r columns long: nothing is laid out anew.
-What a stream does not bring, though its batch has room for it, `convolve` and `leave` do not compute.
+What a stream does not bring, though its batch has room for it, the convolutions do not compute.
 
 Snake: Ziyin et al. 2020 (arXiv 2006.08195), in the form of BigVGAN (arXiv 2206.04658).
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from tritone.kernels.tiles import convolution_tile
 
 _CARRIED = 64  # channels of a program of carry
-_LEFT = 64  # columns of a program of leave
+_SAMPLES = 64  # columns of a program of convolve_to_one
 
 
 class Streams(NamedTuple):
@@ -140,7 +140,7 @@ def _carry(
 
 
 @triton.jit(do_not_specialize=["columns", "length"])
-def _leave(
+def _convolve_to_one(
     x, w, bias, y, valid, columns, length, C,
     TAPS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -228,12 +228,12 @@ def convolve(
     )  # fmt: skip
 
 
-def leave(x: Tensor, taps: Taps, columns: int, streams: Streams, y: Tensor) -> None:
+def convolve_to_one(x: Tensor, taps: Taps, columns: int, streams: Streams, y: Tensor) -> None:
     """The one channel of x [B, tail + T, C], within [-1, 1], into y [B, T]."""
     batch, length, channels = x.shape[0], x.shape[1] - taps.tail, x.shape[2]
-    _leave[(triton.cdiv(length, _LEFT), batch)](
+    _convolve_to_one[(triton.cdiv(length, _SAMPLES), batch)](
         x, taps.weight, taps.bias, y, streams.valid, columns, length, channels, len(taps.weight),
-        _LEFT, triton.next_power_of_2(channels), num_warps=8,
+        _SAMPLES, triton.next_power_of_2(channels), num_warps=8,
     )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ from tritone.kernels.convolution import (
     Taps,
     carry,
     convolve,
+    convolve_to_one,
     depthwise_norm,
-    leave,
 )
 from tritone.networks import causal_layers
 from tritone.networks.causal_layers import Convolution, Upsampling
@@ -133,7 +133,7 @@ class WaveformKernels:
         for block in self._blocks:
             x = self._block(block, x, memory, streams)
         self._carried(self._leave, x, memory, streams)
-        leave(x, self._leave.taps, self._leave.columns, streams, wave)
+        convolve_to_one(x, self._leave.taps, self._leave.columns, streams, wave)
 
     def _rows(self, codes: Tensor, memory: Tensor, streams: Streams) -> Tensor:
         slots, windows = streams.slots.long(), memory[:, : self._window]

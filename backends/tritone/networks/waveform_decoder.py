@@ -1,14 +1,12 @@
 """A codec decoder that streams: frames of codes in, samples out, equal to the whole decode for any chunking.
 
-    codes [B, n, Q] ─► mean of Q embeddings ─► transformer, each frame sees the last W ─► rows [B, n, H]
+    codes [B, n, Q] ─► waveform_reader.py, each frame sees the last W ─► rows [B, n, H]
       rows ─► for each ratio r: a linear map to r rows, ConvNeXt block ─► convolution k7 ─► channels [B, C, T]
       channels ─► for each rate r: snake, transposed convolution ×r, 3 residual units ─► snake, convolution k7
                ─► samples [B, n · samples_per_frame]
 
 Nothing in it looks back further than a fixed span, so a stream needs as *memory* just that: keys and values
-of the last W - 1 frames for each layer, and the last inputs (the *tail*) of each convolution. Keys lie in it
-before their rotation and are rotated by their place in the window: rotary attention depends on distances
-alone, so there is neither an absolute position nor a longest stream.
+of the last W - 1 frames for each layer of the reader, and the last inputs (the *tail*) of each convolution.
 
 A transposed convolution of kernel 2r and stride r, cut by r on both sides, needs an input's successor to give
 its r outputs. Run as a convolution over (predecessor, input) it gives them one input later, and ahead of a
@@ -19,7 +17,6 @@ streams of any age share a pass. The last `missing_samples` of a stream never ap
 `forward` takes pieces as they come, in passes of equally long ones. `step` is one pass in fixed shapes, a
 pure function of tensors: what a graph can hold.
 
-Sliding window: Beltagy et al. 2020 (arXiv 2004.05150); rotary positions: Su et al. 2021 (arXiv 2104.09864);
 ConvNeXt: Liu et al. 2022 (arXiv 2201.03545); blocks around snakes: BigVGAN (arXiv 2206.04658).
 """
 
@@ -37,6 +34,7 @@ from tritone.networks.causal_layers import Convolution, Layout, Memory, Snake, S
 from tritone.networks.linear import Linear
 from tritone.networks.waveform_config import MAX_BATCH_FRAMES, MAX_PASS_FRAMES, WaveformConfig
 from tritone.networks.waveform_pass import EvenPass, PaddedPass, Pass
+from tritone.networks.waveform_reader import Reader
 from tritone.networks.weights import Weights
 
 _KERNEL = 7
@@ -78,14 +76,9 @@ class WaveformDecoder:
         self.dtype = dtype
         source = Source(weights, prefix, self.device, dtype)
         layout = Layout()
-        hidden, books = config.hidden_size, config.num_quantizers
+        hidden = config.hidden_size
         with torch.inference_mode():
-            offsets = torch.arange(books, device=self.device, dtype=torch.int32) * config.codebook_size
-            self.reader = Reader(
-                source("code_embedding.weight", books * config.codebook_size, hidden),
-                offsets,
-                _Transformer(config, source.under("pre_transformer."), layout),
-            )
+            self.reader = Reader(config, source, layout)
             # Elements of a stream's memory that the reader has, the first ones.
             self.window_size = layout.size
             self.wideners = [
@@ -196,106 +189,6 @@ class WaveformDecoder:
         return self.leave(x, passed, self.snake).squeeze(1).clamp_(-1, 1)
 
 
-@dataclass(frozen=True)
-class Reader:
-    """What looks at frames: from their codes to rows."""
-
-    embedding: Tensor  # [Q · codebook_size, H]
-    offsets: Tensor  # int32 [Q], of a codebook's first row in it
-    transformer: _Transformer
-
-    def __call__(self, codes: Tensor, passed: Pass) -> Tensor:
-        """codes [B, n, Q] to rows [B, n, H]; moves what it has of the memory."""
-        batch, length, books = codes.shape
-        tokens = (codes + self.offsets).view(-1, books)
-        if torch.compiler.is_exporting():
-            rows = F.embedding(tokens, self.embedding).mean(dim=1)
-        else:
-            rows = F.embedding_bag(tokens, self.embedding, mode="mean")
-        return self.transformer(rows.view(batch, length, -1), passed)
-
-
-class _Transformer:
-    """Pre-norm layers with attention over a sliding window; rows [B, n, H] to rows [B, n, H]."""
-
-    def __init__(self, config: WaveformConfig, source: Source, layout: Layout) -> None:
-        self._past = past = config.sliding_window - 1
-        self._layers = [
-            _Layer(config, source.under(f"layers.{i}."), layout) for i in range(config.num_hidden_layers)
-        ]
-        self._norm = source("norm.weight", config.hidden_size)
-        self._epsilon = config.rms_norm_eps
-        keys = torch.arange(past + MAX_PASS_FRAMES, device=source.device)
-        behind = keys[past:, None] - keys
-        self._seen = (behind >= 0) & (behind <= past)  # bool [frames, keys]: a frame is the key `past` later
-        exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        angles = torch.outer(torch.arange(len(keys)).double(), (1.0 / config.rope_theta**exponents).double())
-        cos, sin = angles.cos(), angles.sin()
-        # [keys, D] each, such that `x · cos + roll(x, D / 2) · sin` rotates a head
-        self._cos = torch.cat((cos, cos), dim=-1).to(source.device, source.dtype)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(source.device, source.dtype)
-
-    def __call__(self, x: Tensor, passed: Pass) -> Tensor:
-        length = x.shape[1]
-        keys = self._past + length
-        seen, filled = self._seen[:length, :keys], passed.filled(self._past, keys)
-        if filled is not None:
-            seen = seen & filled
-        mask = torch.zeros(seen.shape, device=x.device, dtype=x.dtype).masked_fill_(~seen, -math.inf)
-        for layer in self._layers:
-            x = layer(x, passed, mask, self._cos[:keys], self._sin[:keys])
-        return F.rms_norm(x, self._norm.shape, self._norm, self._epsilon)
-
-
-class _Layer:
-    def __init__(self, config: WaveformConfig, source: Source, layout: Layout) -> None:
-        self._config = config
-        hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-        attention, mlp = source.under("self_attn."), source.under("mlp.")
-        biased = config.attention_bias
-        widths = {
-            "q_proj": config.num_attention_heads * size,
-            "k_proj": config.num_key_value_heads * size,
-            "v_proj": config.num_key_value_heads * size,
-        }
-        weight = torch.cat([attention(f"{name}.weight", width, hidden) for name, width in widths.items()])
-        bias = [attention(f"{name}.bias", width) for name, width in widths.items()] if biased else []
-        self._qkv = Linear(weight, torch.cat(bias) if biased else None)
-        scale = source.wide("self_attn_layer_scale.scale", hidden)
-        self._output = attention.linear("o_proj", hidden, widths["q_proj"], bias=biased, gain=scale)
-        gate_up = torch.cat([mlp(f"{name}_proj.weight", inner, hidden) for name in ("gate", "up")])
-        self._gate_up = Linear(gate_up)
-        scale = source.wide("mlp_layer_scale.scale", hidden)
-        self._down = mlp.linear("down_proj", hidden, inner, bias=False, gain=scale)
-        self._attention_norm = source("input_layernorm.weight", hidden)
-        self._mlp_norm = source("post_attention_layernorm.weight", hidden)
-        self._window = layout.reserve(2 * config.num_key_value_heads, config.sliding_window - 1, size)
-
-    def __call__(self, x: Tensor, memory: Memory, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, n, H]; mask [B or 1, 1, n, keys] or [n, keys]; cos, sin [keys, D]."""
-        heads, past = self._config.num_attention_heads, self._config.sliding_window - 1
-        qkv = self._qkv(self._normed(x, self._attention_norm))
-        qkv = qkv.view(*x.shape[:2], -1, self._config.head_dim)
-        # [B, heads, n, D] and [B, 2 kv_heads, n, D]
-        query, new = qkv.transpose(1, 2).tensor_split((heads,), dim=1)
-        both = torch.cat((memory.of(self._window), new), dim=2)
-        memory.keep(self._window, both, dim=-2)
-        key, value = both.chunk(2, dim=1)  # [B, kv_heads, keys, D]
-        attended = F.scaled_dot_product_attention(
-            _rotated(query, cos[past:], sin[past:]),
-            _rotated(key, cos, sin),
-            value,
-            attn_mask=mask,
-            enable_gqa=key.shape[1] != heads,
-        )
-        x = x + self._output(attended.transpose(1, 2).flatten(2))
-        gate, up = self._gate_up(self._normed(x, self._mlp_norm)).chunk(2, dim=-1)
-        return x.add_(self._down(F.silu(gate).mul_(up)))
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
-
-
 class Widener:
     """Each row to `ratio` rows, then a ConvNeXt block; rows [B, n, H] to rows [B, n · ratio, H].
 
@@ -355,11 +248,6 @@ class ResidualUnit:
     def __call__(self, x: Tensor, memory: Memory) -> Tensor:
         y = self.spread(x, memory, self.snakes[0])
         return self.mix(y, memory, self.snakes[1]).add_(x)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [B, heads, n, D] by the angles of [n, D]; a new tensor."""
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def _silenced(x: Tensor, lead: Tensor | None) -> Tensor:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tritone.errors import ConfigError
+from tritone.networks.waveform_config import MAX_BATCH_FRAMES, MAX_PASS_FRAMES
 
-PASS_FRAMES = 100  # of one stream in one pass, as waveform_decoder.MAX_PASS_FRAMES
-BATCH_FRAMES = 1600  # of all streams in one pass, as waveform_decoder.MAX_BATCH_FRAMES
 _KERNEL = 7
 _DILATIONS = (1, 3, 9)
 
@@ -99,7 +98,7 @@ class WaveformSize:
     @property
     def tables_bytes(self) -> int:
         """Of int32 offsets and a bool mask."""
-        return 4 * self.codebooks + PASS_FRAMES * self._keys
+        return 4 * self.codebooks + MAX_PASS_FRAMES * self._keys
 
     @property
     def turns(self) -> int:
@@ -117,8 +116,8 @@ class WaveformSize:
     @property
     def pass_elements(self) -> int:
         """At most, of the largest pass: four tensors of the last, longest layer, and the streams' states."""
-        wave = 4 * BATCH_FRAMES * self.samples_per_frame * self.last_channels
-        return wave + BATCH_FRAMES // 4 * self.state
+        wave = 4 * MAX_BATCH_FRAMES * self.samples_per_frame * self.last_channels
+        return wave + MAX_BATCH_FRAMES // 4 * self.state
 
     def between(self, streams: int, frames: int) -> int:
         """Elements of the largest tensor between two convolutions of kernels/waveform.py; frames: of all."""
@@ -149,7 +148,7 @@ class WaveformSize:
 
     @property
     def _keys(self) -> int:
-        return self.window - 1 + PASS_FRAMES
+        return self.window - 1 + MAX_PASS_FRAMES
 
     @property
     def _repeated(self) -> int:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tritone.kernels import convolution
 from tritone.kernels import tiles as tiles_of_kernels
-from tritone.kernels.convolution import Snake, Streams, Taps, carry, convolve, depthwise_norm, leave
+from tritone.kernels.convolution import Snake, Streams, Taps, carry, convolve, convolve_to_one, depthwise_norm
 from tritone.kernels.tiles import Tile
 
 COLUMNS = 3  # a frame
@@ -128,7 +128,7 @@ def test_what_leaves_is_one_channel_within_bounds(noise, device, streams):
     x = noise(3, 6 + 4 * COLUMNS, 20, scale=0.1)
     x[2, 8] = float("nan")
     y = torch.full((3, 4 * COLUMNS), UNTOUCHED, device=device)
-    leave(x, taps, COLUMNS, streams, y)
+    convolve_to_one(x, taps, COLUMNS, streams, y)
     right = convolved(x, taps)[..., 0].clamp(-1, 1)
     assert right[0].abs().max() == 1 and right[0].abs().min() < 1
     close(y[0], right[0])

@@ -50,6 +50,19 @@ def test_engines_without_tensors_are_as_frugal_as_the_server(monkeypatch, tmp_pa
         assert spec.environment()[allocator.VARIABLE] == allocator.SERVER
 
 
+def said_by(code, *words, env=None):
+    """What a Python of its own prints that runs the code to a good end."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def said_by_a_server(code):
+    return said_by(code, env={**os.environ, allocator.VARIABLE: allocator.SERVER})
+
+
 FREED_BELOW_ONE_BLOCK = """
 import ctypes, time
 from pathlib import Path
@@ -75,15 +88,8 @@ print(freed - held_mib())
 
 
 def test_freed_pages_are_given_back():
-    done = subprocess.run(
-        [sys.executable, "-c", FREED_BELOW_ONE_BLOCK],
-        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) > 50, "60 MB were freed below a block that is still in use"
+    said = said_by_a_server(FREED_BELOW_ONE_BLOCK)
+    assert float(said) > 50, "60 MB were freed below a block that is still in use"
 
 
 CYCLE = """
@@ -110,15 +116,8 @@ print(seen() is None, looked_at)
 
 
 def test_what_refers_to_itself_alone_is_found_and_the_start_is_not_looked_at_again():
-    done = subprocess.run(
-        [sys.executable, "-c", CYCLE],
-        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    found, looked_at = done.stdout.split()
+    said = said_by_a_server(CYCLE)
+    found, looked_at = said.split()
     assert found == "True"
     assert int(looked_at) < 1000
 
@@ -144,15 +143,8 @@ print(asked, allocator.num_blocks() - before)
 
 
 def test_names_that_were_asked_for_once_are_forgotten():
-    done = subprocess.run(
-        [sys.executable, "-c", NAMES],
-        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    asked, left = map(int, done.stdout.split())
+    said = said_by_a_server(NAMES)
+    asked, left = map(int, said.split())
     assert left <= 100, f"{asked} blocks were held, of names"
 
 
@@ -175,15 +167,8 @@ print(kept())
 
 
 def test_lengths_of_texts_that_were_read_once_are_forgotten():
-    done = subprocess.run(
-        [sys.executable, "-c", FORMATS],
-        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 0, "formats by which nothing is read any more are kept"
+    said = said_by_a_server(FORMATS)
+    assert int(said) == 0, "formats by which nothing is read any more are kept"
 
 
 ARRAYS = """
@@ -217,15 +202,8 @@ print(by_words, in_use() - begin)
 
 
 def test_small_arrays_find_room_that_was_there_or_give_it_back():
-    done = subprocess.run(
-        [sys.executable, "-c", ARRAYS],
-        env={**os.environ, allocator.VARIABLE: allocator.SERVER},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    by_words, left = map(int, done.stdout.split())
+    said = said_by_a_server(ARRAYS)
+    by_words, left = map(int, said.split())
     assert by_words < 20_000, "NumPy had no room for arrays of whole words"
     assert left < 100_000, "NumPy keeps what arrays of all other sizes lay in: 3 MB"
 
@@ -252,11 +230,7 @@ print(arenas() - begin)
 """
     made = []
     for told in ("", "allocator.for_this_process()"):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(told)], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        made.append(int(done.stdout))
+        made.append(int(said_by(code.format(told))))
     assert made[0] > made[1] == 0
 
 
@@ -311,8 +285,5 @@ print(own_kib() - begin)
 def test_room_for_small_things_is_taken_at_the_start():
     grown = []
     for room_bytes in (0, 3 << 20):
-        words = [sys.executable, "-c", ROOM, str(room_bytes)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        grown.append(int(done.stdout))
+        grown.append(int(said_by(ROOM, str(room_bytes))))
     assert grown[0] > 1500 and grown[1] < 500, "3 MB of small things find room that was there"

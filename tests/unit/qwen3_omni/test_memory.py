@@ -21,7 +21,6 @@ import torch  # noqa: E402
 
 from tritone.engines.base import Placement  # noqa: E402
 from tritone.engines.memory import Ground, Term  # noqa: E402
-from tritone.networks import waveform_decoder, waveform_size  # noqa: E402
 from tritone.pipelines.qwen3_omni.code2wav import Code2Wav, Code2WavOptions  # noqa: E402
 from tritone.pipelines.qwen3_omni.memory import OmniSizes  # noqa: E402
 from tritone.pipelines.qwen3_omni.processor import import_transformers  # noqa: E402
@@ -199,11 +198,6 @@ def test_a_thinker_on_a_gpu_takes_graphs_and_one_slot_more(real: Path) -> None:
     assert not eager & {"CUDA graphs", "static buffers"}
     plain = {term.name: term for term in Thinker.memory(ground, replace(options, kernels=False))}
     assert plain["CUDA graphs"].num_bytes > terms["CUDA graphs"].num_bytes
-
-
-def test_limits_of_a_pass_are_those_of_the_decoder() -> None:
-    assert waveform_size.PASS_FRAMES == waveform_decoder.MAX_PASS_FRAMES
-    assert waveform_size.BATCH_FRAMES == waveform_decoder.MAX_BATCH_FRAMES
 
 
 def test_weights_that_are_missing_are_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from tritone.engines.graph_memory import (
 )
 from tritone.engines.memory import FILES_FACTOR, ITEM_BYTES, Ground, Term, gpu_share, product
 from tritone.networks.decoder_size import DecoderSize
-from tritone.networks.waveform_size import BATCH_FRAMES, PASS_FRAMES, WaveformSize
+from tritone.networks.waveform_config import MAX_BATCH_FRAMES, MAX_PASS_FRAMES
+from tritone.networks.waveform_size import WaveformSize
 from tritone.pipelines.qwen3_omni.config import OmniConfig
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def _wave_activations(size: WaveformSize, item: int) -> Term:
     return Term(
         "activations",
         size.pass_elements * item,
-        f"a pass of {BATCH_FRAMES:,} frames: 4 × {size.samples_per_frame:,} samples × "
+        f"a pass of {MAX_BATCH_FRAMES:,} frames: 4 × {size.samples_per_frame:,} samples × "
         f"{size.last_channels} channels of each",
         is_exact=False,
     )
@@ -279,7 +280,7 @@ def _wave_graph_terms(size: WaveformSize, item: int, options: Code2WavOptions) -
         graphs = Term("CUDA graphs", GRAPHS_SPARE_BYTES, f"{spare} beside the activations", is_exact=False)
         return [_wave_activations(size, item), graphs]
     rows = buckets(1, options.max_streams)[-1]
-    frames = min(BATCH_FRAMES, rows * PASS_FRAMES)
+    frames = min(MAX_BATCH_FRAMES, rows * MAX_PASS_FRAMES)
     between = 3 * size.between(rows, frames) * item
     told = (frames * (size.samples_per_frame + size.codebooks) + 3 * rows) * 4
     widened = WIDENED * frames * math.prod(size.ratios) * size.hidden
