@@ -102,11 +102,11 @@ async def test_leaving_frees_every_stage(server):
 
 
 async def all_free(client):
-    """Wait until no stage holds a session."""
+    """Wait until no stage holds a session. An engine that is being started again tells nothing of it yet."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             stages = await client.ping(PATIENCE_S)
-            if not sum(engine["active"] for stage in stages.values() for engine in stage["engines"]):
+            if all(engine.get("active") == 0 for stage in stages.values() for engine in stage["engines"]):
                 return
             await asyncio.sleep(0.02)
 
