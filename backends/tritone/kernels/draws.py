@@ -80,6 +80,21 @@ def _order(x):
 
 
 @triton.jit
+def _least(order, weight, wanted):
+    """The highest number that what is not below it weighs as much as is wanted for; no weight is negative."""
+    least = tl.where(tl.sum(tl.where(order >= 0, weight, 0)) >= wanted, 0, _LOWEST)
+    # Two bits at a time: three sums that do not wait for one another take little longer than one.
+    for pair in range(15):
+        step = 1 << (29 - 2 * pair)
+        low, middle, high = least + step, least + 2 * step, least + 3 * step
+        is_low = tl.sum(tl.where(order >= low, weight, 0)) >= wanted
+        is_middle = tl.sum(tl.where(order >= middle, weight, 0)) >= wanted
+        is_high = tl.sum(tl.where(order >= high, weight, 0)) >= wanted
+        least += step * (is_low.to(tl.int32) + is_middle.to(tl.int32) + is_high.to(tl.int32))
+    return tl.where(tl.sum(tl.where(order >= least + 1, weight, 0)) >= wanted, least + 1, least)
+
+
+@triton.jit
 def _draw(
     scores, noise, slots, temperatures, top_ks, top_ps, log_min_ps, penalties, bars_end, seen, silenced,
     frames, wrong, table, total, following, spoken, stride, codebook, end, top_k, top_p, noise_size,
@@ -94,6 +109,8 @@ def _draw(
         gdc_wait()
     slot = tl.load(slots + row * stride)
     x = tl.load(scores + row * V + v, mask=in_v, other=float("-inf"))
+    # Asked for early: it comes while the scores are searched.
+    chance = tl.load(noise + (row * CODEBOOKS + codebook) * noise_size + v, mask=in_v, other=0.0)
     bad = tl.max((x != x).to(tl.int32))
     if FIRST:
         said = tl.load(seen + slot * V + v, mask=in_v, other=0)
@@ -104,6 +121,9 @@ def _draw(
         x = tl.where(mute, float("-inf"), x)
         top_k = tl.load(top_ks + row * stride)
         top_p = tl.load(top_ps + row * stride)
+    else:
+        bad = bad | tl.load(wrong + row)
+        before = tl.load(total + row * H + h, mask=in_h, other=0.0)
     temperature = tl.load(temperatures + row * stride)
     greedy = temperature < _GREEDY_BELOW
     x = x / tl.where(greedy, 1.0, temperature)
@@ -114,26 +134,12 @@ def _draw(
         code = tl.argmax(x, 0)
     else:
         order = _order(x)
-        least = tl.where(tl.sum((order >= 0).to(tl.int32)) >= top_k, 0, _LOWEST)
-        for bit in range(31):
-            candidate = least + (1 << (30 - bit))
-            enough = tl.sum((order >= candidate).to(tl.int32)) >= top_k
-            least = tl.where(enough, candidate, least)
-        kept = (order >= least) & (x > float("-inf"))
+        kept = (order >= _least(order, tl.full([BV], 1, tl.int32), top_k)) & (x > float("-inf"))
         if top_p < 1.0:
             mass = tl.where(kept, tl.exp(x - best), 0.0)
-            wanted = tl.sum(mass) * top_p
-            least = tl.where(tl.sum(tl.where(order >= 0, mass, 0.0)) >= wanted, 0, _LOWEST)
-            for bit in range(31):
-                candidate = least + (1 << (30 - bit))
-                enough = tl.sum(tl.where(order >= candidate, mass, 0.0)) >= wanted
-                least = tl.where(enough, candidate, least)
-            kept = kept & (order >= least)
-        chance = tl.load(noise + (row * CODEBOOKS + codebook) * noise_size + v, mask=in_v, other=0.0)
+            kept = kept & (order >= _least(order, mass, tl.sum(mass) * top_p))
         code = tl.argmax(tl.where(kept, x + chance, float("-inf")), 0)
     code = tl.minimum(tl.maximum(code, 0), V - 1)  # without numbers there is no telling what it is
-    if not FIRST:
-        bad = bad | tl.load(wrong + row)
     tl.store(wrong + row, bad)
     tl.store(frames + row * CODEBOOKS + codebook, code)
     if FIRST:
@@ -141,7 +147,7 @@ def _draw(
     embedded = tl.load(table + code * H + h, mask=in_h, other=0.0)
     sums = embedded.to(tl.float32)
     if not FIRST:
-        sums += tl.load(total + row * H + h, mask=in_h, other=0.0)
+        sums += before
     if LAST:
         tl.store(spoken + slot * H + h, sums.to(spoken.dtype.element_ty), mask=in_h)
         if bad != 0:
