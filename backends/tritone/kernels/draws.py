@@ -5,7 +5,8 @@
                   ─► code ─► its embedding ─► next input;  Σ embeddings ─► kept by slot
 
 Noise and filters are those of `engines/sampler.py`. The k-th score, and the last one that top-p keeps, are
-found by halving the range of the 32 bits of a float: nothing is sorted, and scores that tie there all stay.
+found by halving the range of floats until no other can lie there: nothing is sorted, and scores that tie
+there all stay.
 """
 
 from __future__ import annotations
@@ -80,18 +81,43 @@ def _order(x):
 
 
 @triton.jit
-def _least(order, weight, wanted):
-    """The highest number that what is not below it weighs as much as is wanted for; no weight is negative."""
-    least = tl.where(tl.sum(tl.where(order >= 0, weight, 0)) >= wanted, 0, _LOWEST)
-    # Two bits at a time: three sums that do not wait for one another take little longer than one.
-    for pair in range(15):
-        step = 1 << (29 - 2 * pair)
-        low, middle, high = least + step, least + 2 * step, least + 3 * step
-        is_low = tl.sum(tl.where(order >= low, weight, 0)) >= wanted
-        is_middle = tl.sum(tl.where(order >= middle, weight, 0)) >= wanted
-        is_high = tl.sum(tl.where(order >= high, weight, 0)) >= wanted
-        least += step * (is_low.to(tl.int32) + is_middle.to(tl.int32) + is_high.to(tl.int32))
-    return tl.where(tl.sum(tl.where(order >= least + 1, weight, 0)) >= wanted, least + 1, least)
+def _number(order):
+    """The float of such an int32."""
+    return tl.where(order >= 0, order, order ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _likeliest(order, best, wanted):
+    """Where to cut so that `wanted` numbers are kept, or as few more as tie there; best: the highest."""
+    low, high = tl.cast(_LOWEST, tl.int64), best.to(tl.int64) + 1
+    count = wanted + 1
+    while (high - low > 1) & (count != wanted):
+        middle = (low + high) >> 1
+        some = tl.sum((order >= middle.to(tl.int32)).to(tl.int32))
+        is_enough = some >= wanted
+        low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle)
+        count = tl.where(is_enough, some, count)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _heaviest(order, mass, lowest, best, highest, share):
+    """Where to cut so that just as many numbers are kept as it takes for a share of the mass.
+
+    lowest, best: of those that have a mass, which is e to the power of a number less the highest.
+    """
+    low, high = lowest.to(tl.int64), best.to(tl.int64) + 1
+    total = tl.sum(mass)
+    wanted = total * share
+    spare = total - wanted
+    # What is spare is less than the lightest of those kept has: none of them can go.
+    while (high - low > 1) & (spare >= tl.exp(_number(low.to(tl.int32)) - highest)):
+        middle = (low + high) >> 1
+        some = tl.sum(tl.where(order >= middle.to(tl.int32), mass, 0.0))
+        is_enough = some >= wanted
+        low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle)
+        spare = tl.where(is_enough, some - wanted, spare)
+    return low.to(tl.int32)
 
 
 @triton.jit
@@ -134,10 +160,12 @@ def _draw(
         code = tl.argmax(x, 0)
     else:
         order = _order(x)
-        kept = (order >= _least(order, tl.full([BV], 1, tl.int32), top_k)) & (x > float("-inf"))
+        first = _order(best)
+        cut = _likeliest(order, first, top_k)
         if top_p < 1.0:
-            mass = tl.where(kept, tl.exp(x - best), 0.0)
-            kept = kept & (order >= _least(order, mass, tl.sum(mass) * top_p))
+            mass = tl.where(order >= cut, tl.exp(x - best), 0.0)
+            cut = _heaviest(order, mass, cut, first, best, top_p)
+        kept = (order >= cut) & (x > float("-inf"))
         code = tl.argmax(tl.where(kept, x + chance, float("-inf")), 0)
     code = tl.minimum(tl.maximum(code, 0), V - 1)  # without numbers there is no telling what it is
     tl.store(wrong + row, bad)

@@ -24,7 +24,6 @@ from tritone.kernels.tiles import height, tile_of
 from tritone.networks.layer_weights import ExpertWeights
 
 PAIRS_AN_EXPERT = 0.25  # on average: up to here each pair by itself is faster, and hardly one is read twice
-_SCORED = 8  # experts that a program of the router scores
 _RIVALS = tl.constexpr(64)  # scores that others are compared with at a time
 
 
@@ -259,14 +258,14 @@ class Experts:
         What is given back is still to be added; None: nothing.
         """
         rows, launch = len(x), self._products.launch()
-        normed = self._normed[:rows]
-        _route[(rows, triton.cdiv(self._experts, _SCORED))](
+        normed, tile = self._normed[:rows], tile_of("router", rows, self._hidden, self._experts)
+        _route[(rows, triton.cdiv(self._experts, tile.width))](
             x if partials is None else partials.values, x, norm, weights.router,
             weights.router if weights.shared_gate is None else weights.shared_gate, normed, self._scores,
             self._arrived, self._chosen, self._shares, self._products.eps, x.numel(), self._hidden,
-            triton.next_power_of_2(self._hidden), self._experts, self._scores.shape[1], _SCORED,
+            tile.depth, self._experts, self._scores.shape[1], tile.width,
             self._chosen_ones, self._all - self._experts, self._entries,
-            0 if partials is None else partials.count, weights.renormalise, num_warps=8, **launch,
+            0 if partials is None else partials.count, weights.renormalise, num_warps=tile.warps, **launch,
         )  # fmt: skip
         if rows <= self._paired_rows:
             self._by_pair(x, normed, weights)

@@ -26,6 +26,7 @@ Kind: TypeAlias = Literal[
     "gemv",
     "gemm",
     "gemm_parts",
+    "router",
     "pair_up",
     "pair_down",
     "experts_up",
@@ -127,6 +128,12 @@ def _gemm_parts(shape: Shape) -> Tile:
     return Tile(32, _depth(shape), 4, 4, split)
 
 
+def _router(shape: Shape) -> Tile:
+    # Every program adds up what was left of its row: the fewer, the more rows there are.
+    width = max(8, shape.height // 2)
+    return Tile(width, _power_of_two(shape.inner), 8 if width == 8 else 16)
+
+
 def _pair_up(shape: Shape) -> Tile:
     return Tile(256 if INTERPRETED else 8, min(1024, _power_of_two(shape.inner)), 4)
 
@@ -161,6 +168,7 @@ _RULES = {
     "gemv": _gemv,
     "gemm": _gemm,
     "gemm_parts": _gemm_parts,
+    "router": _router,
     "pair_up": _pair_up,
     "pair_down": _pair_down,
     "experts_up": _experts_up,
