@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tritone.engines.sampler import GREEDY_BELOW
+from tritone.kernels.launch import start_next, wait_for_last
 from tritone.kernels.noise import as_gumbel, words
 from tritone.kernels.products import Products, cleared
 
@@ -31,13 +31,12 @@ _WORDS = 256  # blocks of four random words a program
 
 
 @triton.jit
-def _begin(text, spoken, slots, begins, x, stride, H: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr):
+def _begin(text, spoken, slots, begins, x, stride, H: tl.constexpr, BH: tl.constexpr, START: tl.constexpr):
     row = tl.program_id(0)
     h = tl.arange(0, BH)
     inside = h < H
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     slot = tl.load(slots + row * stride)
     goes_on = (tl.load(begins + row * stride) == 0) & inside
     value = tl.load(text + row * H + h, mask=inside, other=0.0).to(tl.float32)
@@ -48,13 +47,12 @@ def _begin(text, spoken, slots, begins, x, stride, H: tl.constexpr, BH: tl.const
 @triton.jit
 def _noise(
     seed_low, seed_high, draws, noise, stride, first,
-    V: tl.constexpr, CODEBOOKS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, CODEBOOKS: tl.constexpr, WORDS: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     row, codebook = tl.program_id(0), tl.program_id(1)
     block = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     # Code 0 is drawn before its place is counted, the others after.
     position = tl.load(draws + row * stride) + (codebook > 0).to(tl.int32)
     low = tl.load(seed_low + row * stride)
@@ -125,14 +123,13 @@ def _draw(
     scores, noise, slots, temperatures, top_ks, top_ps, log_min_ps, penalties, bars_end, seen, silenced,
     frames, wrong, table, total, following, spoken, stride, codebook, end, top_k, top_p, noise_size,
     V: tl.constexpr, BV: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, CODEBOOKS: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     v, h = tl.arange(0, BV), tl.arange(0, BH)
     in_v, in_h = v < V, h < H
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     slot = tl.load(slots + row * stride)
     x = tl.load(scores + row * V + v, mask=in_v, other=float("-inf"))
     # Asked for early: it comes while the scores are searched.

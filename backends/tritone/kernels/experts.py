@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tritone.kernels.launch import start_next, wait_for_last
 from tritone.kernels.products import TWO_ROWS, Partials, Products, cleared
 from tritone.kernels.tiles import height, tile_of
 from tritone.networks.layer_weights import ExpertWeights
@@ -32,21 +32,19 @@ def _route(
     partials, x, norm, router, gate, y, scores, arrived, chosen, shares, eps, size,
     H: tl.constexpr, BH: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, SOME: tl.constexpr,
     TOP: tl.constexpr, PIECES: tl.constexpr, T: tl.constexpr, SUMS: tl.constexpr,
-    RENORMALISE: tl.constexpr, PDL: tl.constexpr,
+    RENORMALISE: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     # Programs of a row score SOME experts each, and the last to arrive chooses.
     row, first, programs = tl.program_id(0), tl.program_id(1) * SOME, tl.num_programs(1)
     h, some = tl.arange(0, BH), first + tl.arange(0, SOME)
     in_h = h < H
-    if PDL:
-        gdc_launch_dependents()
+    start_next(START)
     inside = (some < E)[:, None] & in_h[None, :]
     weight = tl.load(router + some[:, None] * H + h[None, :], mask=inside, other=0.0)
     scale = tl.load(norm + h, mask=in_h, other=0.0).to(tl.float32)
     if PIECES > 0:
         opens = tl.load(gate + h, mask=in_h, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait_for_last(START)
     value = tl.load(x + row * H + h, mask=in_h, other=0.0).to(tl.float32)
     for part in tl.static_range(SUMS):
         value += tl.load(partials + part * size + row * H + h, mask=in_h, other=0.0)
@@ -89,14 +87,13 @@ def _route(
 def _pair_up(
     x, gate_up, chosen, shares, inner,
     ALL: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, T: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     in_n = n < INNER
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     expert = tl.load(chosen + pair).to(tl.int64)
     share = tl.load(shares + pair)
     if expert >= ALL:
@@ -120,14 +117,13 @@ def _pair_up(
 def _pair_down(
     inner, down, chosen, x,
     ALL: tl.constexpr, H: tl.constexpr, INNER: tl.constexpr, T: tl.constexpr,
-    BN: tl.constexpr, BI: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, BI: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
     b = tl.arange(0, T * BN)  # a column of an expert
     n, pair = tl.program_id(0) * BN + b % BN, row * T + b // BN
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     expert = tl.load(chosen + pair).to(tl.int64)
     inside = (n < H) & (expert < ALL)
     sums = tl.zeros([T * BN, BI], tl.float32)
@@ -183,12 +179,11 @@ def glu(
 def _expert_up(
     x, gate_up, chosen, shares, inner, R,
     H: tl.constexpr, INNER: tl.constexpr, T: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     takes, place = _takers(chosen, expert, R, T, BM)
     if tl.sum(takes.to(tl.int32)) > 0:
         m, n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
@@ -204,12 +199,11 @@ def _expert_up(
 def _expert_down(
     inner, down, chosen, partials, R,
     H: tl.constexpr, INNER: tl.constexpr, T: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     takes, place = _takers(chosen, expert, R, T, BM)
     if tl.sum(takes.to(tl.int32)) > 0:
         m, n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)

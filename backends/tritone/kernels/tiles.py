@@ -3,8 +3,8 @@
     kind, rows, inner, outer ─► MEASURED, by shape ─► else the rule for all shapes ─► Tile
 
 Chosen by size alone, so that nothing is tuned at start and a row's rounding never depends on the machine's
-mood. The rules are what was fastest on an H200 for a decoder of 1,024 columns with experts of 384;
-convolutions have one of their own.
+mood. The rules are what was fastest on an H200 for decoders of 1,024 columns with experts of 384 and of 2,048
+with experts of 768; convolutions have one of their own.
 """
 
 from __future__ import annotations
@@ -145,11 +145,15 @@ def _pair_down(shape: Shape) -> Tile:
 
 
 def _experts_up(shape: Shape) -> Tile:
-    return Tile(64, _depth(shape), 4, 3) if shape.height > 32 else Tile(32, _depth(shape), 4, 4)
+    if shape.height > 32:
+        return Tile(64, min(64, _depth(shape)), 4, 3)
+    return Tile(32, _depth(shape), 4, 4)
 
 
 def _experts_down(shape: Shape) -> Tile:
-    return Tile(64, _depth(shape), 4, 4) if shape.height > 32 else Tile(32, _depth(shape), 4, 4)
+    if shape.height > 32:
+        return Tile(128, min(64, _depth(shape)), 4, 3)
+    return Tile(32, _depth(shape), 4, 4)
 
 
 def _grouped_up(shape: Shape) -> Tile:
