@@ -81,6 +81,11 @@ class ConfigError(TritoneError):
     code = triton_code = "INVALID_ARG"
 
 
+def not_numbers(what: str) -> TritoneError:
+    """What a network computed for one session are not numbers; what: plural, in words."""
+    return TritoneError(f"{what} are not numbers", "use dtype float32, or check the weights")
+
+
 _BY_CODE: dict[str, type[TritoneError]] = {
     kind.code: kind
     for kind in (

@@ -20,7 +20,6 @@ from tritone.engines.base import Delta, Placement
 from tritone.engines.slot_engine import SlotOptions
 from tritone.engines.text_engine import TextEngine
 from tritone.engines.text_writer import TextSession
-from tritone.errors import TritoneError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,10 +96,10 @@ class GraphTextEngine(TextEngine[T], Generic[T]):
     def _capture(self, options: GraphOptions) -> None:
         """To be called once, before the first session, if steps are to be graphs."""
         from tritone.engines.prompt_graph import prompt_graphs
-        from tritone.engines.token_buffers import NOT_A_NUMBER, TokenRow
+        from tritone.engines.token_buffers import TokenRow
         from tritone.engines.token_graph import token_graphs
 
-        self._token_row, self._not_a_number = TokenRow, NOT_A_NUMBER
+        self._token_row = TokenRow
         self._overlaps = options.overlap
         self._prompts = prompt_graphs(
             self._decoder,
@@ -258,12 +257,6 @@ class GraphTextEngine(TextEngine[T], Generic[T]):
                 self._turn_back(session, steps)
             self._note_filled(session)
         return deltas
-
-    def _hear(self, session: T, token: int) -> Delta | None:
-        if token == self._not_a_number:
-            what = f"the scores for token {session.completion_tokens} of the answer are not numbers"
-            return Delta(session.id, error=TritoneError(what, "use dtype float32, or check the weights"))
-        return self._told(session, token)
 
     def _turn_back(self, session: T, steps: TokenGraphs) -> None:
         """What is on its way follows a token that was not drawn: it begins once more behind the right one."""

@@ -28,10 +28,11 @@ class TextEngine(SlotEngine[T], TextWriter[T], Generic[T]):
         self, options: SlotOptions, decoder: Decoder, tokenizer: ChatTokenizer, reuse: bool = True
     ) -> None:
         from tritone.engines import sampler
+        from tritone.engines.token_buffers import NOT_A_NUMBER
 
         super().__init__(options, decoder, reuse)
         self._write_with(tokenizer)
-        self._sampler = sampler
+        self._sampler, self._not_a_number = sampler, NOT_A_NUMBER
 
     # -- inside a step --------------------------------------------------------------------------------------
 
@@ -63,15 +64,24 @@ class TextEngine(SlotEngine[T], TextWriter[T], Generic[T]):
 
     def _draw(self, due: Sequence[T], hidden: Tensor) -> list[Delta]:
         """Append a token to each session; what there is to say of it."""
-        drawn = self._sampler.sample(self._decoder.logits(hidden), [self._row(session) for session in due])
+        logits = self._decoder.logits(hidden)
+        wrong = logits.amax(-1).isnan()  # before the draw, which overwrites them
+        drawn = self._sampler.sample(logits, [self._row(session) for session in due])
         deltas = []
-        for session, token in zip(due, drawn.tolist(), strict=True):
-            delta = self._told(session, token)
+        for session, token in zip(due, drawn.masked_fill(wrong, self._not_a_number).tolist(), strict=True):
+            delta = self._hear(session, token)
             if delta is not None:
                 deltas.append(delta)
-                if delta.finish_reason is not None:
+                if delta.finish_reason is not None or delta.error is not None:
                     self.abort(session.id)
         return deltas
+
+    def _hear(self, session: T, token: int) -> Delta | None:
+        """What there is to say of a drawn token, or of one that could not be drawn."""
+        if token != self._not_a_number:
+            return self._told(session, token)
+        session.held.filled = 0  # its rows may not be numbers either: no later prompt begins with them
+        return self._not_drawn(session)
 
     def _row(self, session: T) -> Any:
         """What the sampler must know of a session."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from tritone.engines.base import DECODE, Delta, Value, Values
 from tritone.engines.session_engine import SessionEngine
 from tritone.engines.slot_engine import SlotSession
-from tritone.errors import ConfigError, InvalidRequest
+from tritone.errors import ConfigError, InvalidRequest, not_numbers
 from tritone.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -121,6 +121,11 @@ class TextWriter(SessionEngine[T], Generic[T]):
         if finish_reason is not None:
             return Delta(session.id, outputs, finish_reason, session.usage)
         return Delta(session.id, outputs) if outputs else None
+
+    def _not_drawn(self, session: T) -> Delta:
+        """The end of a session whose next token was to be drawn from scores that are not numbers."""
+        what = f"the scores for token {session.completion_tokens} of the answer"
+        return Delta(session.id, error=not_numbers(what))
 
     @property
     def _eos_ids(self) -> frozenset[int]:

@@ -186,7 +186,7 @@ class WaveformDecoder:
         for block, lead in zip(self.blocks, self.config.leads, strict=True):
             columns *= block.rate
             x = block(x, passed, passed.lead(lead, columns, length * columns))
-        return self.leave(x, passed, self.snake).squeeze(1).clamp_(-1, 1)
+        return _within_full_scale(self.leave(x, passed, self.snake).squeeze(1))
 
 
 class Widener:
@@ -248,6 +248,13 @@ class ResidualUnit:
     def __call__(self, x: Tensor, memory: Memory) -> Tensor:
         y = self.spread(x, memory, self.snakes[0])
         return self.mix(y, memory, self.snakes[1]).add_(x)
+
+
+def _within_full_scale(x: Tensor) -> Tensor:
+    """x, in place, in [-1, 1]; what is not a number stays none, also where a runtime's clip would hide it."""
+    if torch.compiler.is_exporting():
+        return torch.where(x > 1, 1.0, torch.where(x < -1, -1.0, x))
+    return x.clamp_(-1, 1)
 
 
 def _silenced(x: Tensor, lead: Tensor | None) -> Tensor:

@@ -298,11 +298,17 @@ def test_a_prompt_waits_for_one_that_begins_alike_if_that_saves_enough(
 # -- one launch ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_a_number_ends_its_session_and_no_other(make_graphs: MakeEngine) -> None:
-    engine = make_graphs(max_slots=2)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_p": 0.9}], ids=str)
+def test_what_is_not_a_number_ends_its_session_and_no_other(
+    make_graphs: MakeEngine, graphs: bool, sampling: dict[str, Any]
+) -> None:
+    engine = make_graphs(cuda_graphs=graphs, max_slots=2)
+    ask(engine, "bad", "Hello", **sampling)
+    once = run(engine).text("bad")
     ask(engine, "good", LONG)
     expected = run(engine).text("good")
-    ask(engine, "bad", "Hello")
+    ask(engine, "bad", "Hello", **sampling)
     ask(engine, "good", LONG)
     answers = run(engine, steps=4)
     with torch.inference_mode():
@@ -311,8 +317,9 @@ def test_what_is_not_a_number_ends_its_session_and_no_other(make_graphs: MakeEng
     error = answers.last["bad"].error
     assert isinstance(error, TritoneError) and "of the answer are not numbers" in str(error)
     assert answers.text("good") == expected
-    ask(engine, "good", LONG)
-    assert run(engine).text("good") == expected
+    for name, prompt, text in (("bad", "Hello", once), ("good", LONG, expected)):
+        ask(engine, name, prompt, **(sampling if name == "bad" else {}))
+        assert run(engine).text(name) == text, "nothing is left in a slot that a prompt could begin with"
 
 
 def test_one_bucket_draws_every_token(make_graphs: MakeEngine, expected: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import save_file  # noqa: E402
 
 from tritone.engines.base import Chunk, Placement  # noqa: E402
-from tritone.errors import ConfigError, InvalidRequest, Unavailable  # noqa: E402
+from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable  # noqa: E402
 from tritone.networks.spectral_decoder import SpectralConfig, SpectralDecoder  # noqa: E402
 from tritone.pipelines.smoltalk import code2wav  # noqa: E402
 from tritone.pipelines.smoltalk.code2wav import Code2Wav, Code2WavOptions  # noqa: E402
@@ -182,6 +182,17 @@ def test_a_bad_chunk_ends_its_stream_and_no_other(engine, inputs, words):
     assert isinstance(error, InvalidRequest)
     with pytest.raises(InvalidRequest, match=words):
         raise error
+    assert len(answer["pcm"]) == 40 * HOP
+    assert engine.stats()["active"] == 1
+
+
+def test_samples_that_are_not_numbers_end_their_stream_and_no_other(engine):
+    engine.run([Chunk("bad", {"frames": random_frames(40)}, start=True, end=False)])
+    with torch.inference_mode():
+        engine._streams["bad"].synthesis.segment.overlap.fill_(float("nan"))
+    good = Chunk("good", {"frames": random_frames(40), "segment_end": True}, start=True, end=False)
+    error, answer = engine.run([Chunk("bad", {"frames": random_frames(40)}, False, False), good])
+    assert isinstance(error, TritoneError) and "are not numbers" in str(error)
     assert len(answer["pcm"]) == 40 * HOP
     assert engine.stats()["active"] == 1
 

@@ -25,7 +25,7 @@ from tritonclient.grpc import model_config_pb2 as pb  # noqa: E402
 
 from tritone import server as servers  # noqa: E402
 from tritone.checkpoint import checkpoint_dir  # noqa: E402
-from tritone.engines.base import Placement  # noqa: E402
+from tritone.engines.base import Chunk, Placement  # noqa: E402
 from tritone.engines.memory import Ground  # noqa: E402
 from tritone.errors import ConfigError  # noqa: E402
 from tritone.pipelines.qwen3_omni import code2wav_tensorrt, plan_files  # noqa: E402
@@ -37,7 +37,7 @@ from tritone.pipelines.qwen3_omni.plan_model import plan_model  # noqa: E402
 from tritone.pipelines.qwen3_omni.wave_steps import Buckets  # noqa: E402
 from tritone.pipelines.qwen3_omni.waves import Share  # noqa: E402
 
-from .test_qwen3_omni_code2wav import chunks_of, sound  # noqa: E402
+from .test_qwen3_omni_code2wav import assert_only_the_first_ended, chunks_of, sound  # noqa: E402
 from .test_waveform_decoder import one_thread  # noqa: E402
 
 __all__ = ["one_thread"]
@@ -181,6 +181,15 @@ def test_streams_of_any_phase_share_a_batch(engine, whole):
     for name, mine in frames.items():
         np.testing.assert_allclose(np.concatenate(together[name]), whole(mine), atol=1e-5)
     assert engine.stats()["active"] == 0
+
+
+def test_a_state_that_is_not_a_number_ends_its_stream_and_no_other(engine, whole):
+    frames = random_frames(30, 2)
+    parts = np.split(frames, [5])
+    heard = engine.run([Chunk(name, {"frames": parts[0]}, start=True, end=False) for name in "ab"])[1]["pcm"]
+    engine._waves._memory[engine._slots["a"]] = np.nan
+    later = [Chunk(name, {"frames": parts[1]}, start=False, end=False) for name in "ab"]
+    assert_only_the_first_ended(engine, later, whole(frames)[len(heard) :])
 
 
 def test_the_plan_of_memory_has_the_states_to_the_byte(engine, exported):

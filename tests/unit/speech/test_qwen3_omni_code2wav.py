@@ -21,7 +21,7 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (  #
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav  # noqa: E402
 
 from tritone.engines.base import Chunk, Placement  # noqa: E402
-from tritone.errors import ConfigError, InvalidRequest, Unavailable  # noqa: E402
+from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable  # noqa: E402
 from tritone.pipelines.qwen3_omni.code2wav import Code2Wav, Code2WavOptions  # noqa: E402
 
 BOOKS, BOOK_SIZE = 4, 16
@@ -178,6 +178,38 @@ def test_a_bad_chunk_ends_its_stream_and_no_other(engine, reference, frames, wor
         raise error
     np.testing.assert_allclose(answer["pcm"], whole(reference, random_frames(40)), atol=1e-5)
     assert engine.stats()["active"] == 1
+
+
+def test_a_state_that_is_not_a_number_ends_its_stream_and_no_other(engine, reference):
+    frames = random_frames(40, 2)
+    first, second = (np.split(frames, [15])[part] for part in (0, 1))
+    begun = [Chunk(name, {"frames": first}, start=True, end=False) for name in ("bad", "good")]
+    heard = engine.run(begun)[1]["pcm"]
+    with torch.inference_mode():
+        engine._waves._states[engine._slots["bad"]].memory.fill_(float("nan"))
+    later = [Chunk(name, {"frames": second}, start=False, end=False) for name in ("bad", "good")]
+    assert_only_the_first_ended(engine, later, whole(reference, frames)[len(heard) :])
+
+
+def assert_only_the_first_ended(engine, chunks, expected):
+    """By what is not a number, and without a sample; of the second these samples are expected."""
+    error, answer = engine.run(chunks)
+    assert isinstance(error, TritoneError) and error.code == "INTERNAL"
+    assert "code2wav's samples for 25 frames are not numbers; use dtype float32" in str(error)
+    np.testing.assert_allclose(answer["pcm"], expected, atol=1e-5)
+    assert engine.stats()["active"] == 1
+    engine.abort(chunks[1].session)
+
+
+def test_weights_that_are_not_numbers_give_no_sound(reference, checkpoint, tmp_path):
+    weights = {f"code2wav.{name}": weight.clone() for name, weight in reference.state_dict().items()}
+    weights["code2wav.decoder.4.conv.weight"][0, 0, 0] = float("nan")  # of the last layer: no state has it
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    engine = Code2Wav(Placement(tmp_path), Code2WavOptions())
+    [error] = engine.run([Chunk("a", {"frames": random_frames(5)}, start=True, end=True)])
+    assert isinstance(error, TritoneError) and "are not numbers" in str(error)
+    assert engine.stats()["active"] == 0
 
 
 def test_a_chunk_of_no_open_stream_is_refused(engine):

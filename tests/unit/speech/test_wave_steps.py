@@ -22,6 +22,7 @@ from .test_qwen3_omni_code2wav import (  # noqa: E402
     CONFIG,
     MISSING,
     RATE,
+    assert_only_the_first_ended,
     checkpoint,
     chunks_of,
     random_frames,
@@ -192,6 +193,19 @@ def test_kernels_give_the_references_samples(checkpoint, reference):
     assert not any(waiting.values())
     for name, mine in frames.items():
         np.testing.assert_allclose(np.concatenate(together[name]), whole(reference, mine), atol=1e-5)
+
+
+def test_a_state_that_is_not_a_number_ends_its_stream_and_no_other(engine, reference):
+    frames = random_frames(40, 2)
+    parts = np.split(frames, [15])
+    heard = engine.run([Chunk(name, {"frames": parts[0]}, start=True, end=False) for name in "ab"])[1]["pcm"]
+    with torch.inference_mode():
+        engine._waves._buffers.memory[engine._slots["a"]] = float("nan")
+    later = [Chunk(name, {"frames": parts[1]}, start=False, end=False) for name in "ab"]
+    assert_only_the_first_ended(engine, later, whole(reference, frames)[len(heard) :])
+    # The next stream in that slot heeds nothing that is in it.
+    pcm = sound(engine, chunks_of("next", frames, [25]))
+    np.testing.assert_allclose(pcm, whole(reference, frames), atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from tritone.checkpoint import read_config
 from tritone.engines.base import BatchEngine, Chunk, Placement, Values, in_turns
 from tritone.engines.memory import Ground, LoadFormat, Term
 from tritone.engines.torch_setup import prepared_torch
-from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
+from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable, not_numbers
 from tritone.networks.waveform_config import WaveformConfig
 from tritone.pipelines.qwen3_omni.memory import code2wav_terms
 from tritone.pipelines.qwen3_omni.wave_steps import Buckets
@@ -117,10 +117,13 @@ class WaveEngine(BatchEngine):
                 if number in shares:
                     self.abort(chunk.session)  # its state is between two frames
             raise
-        for number, pcm in zip(shares, samples, strict=True):
-            answers[number] = {"pcm": pcm}
-        for _, chunk in turn:
-            if chunk.end:
+        for (number, share), pcm in zip(shares.items(), samples, strict=True):
+            if np.isfinite(pcm).all():
+                answers[number] = {"pcm": pcm}
+            else:
+                answers[number] = not_numbers(f"code2wav's samples for {len(share.frames)} frames")
+        for number, chunk in turn:
+            if chunk.end or isinstance(answers[number], TritoneError):
                 self.abort(chunk.session)
         return answers
 

@@ -22,7 +22,8 @@ STAGE = "code2wav"
 INPUTS = ("memory", "frames", "codes", "valid", "start")
 OUTPUTS = ("wave", "memory_out", "frames_out")
 LIBRARIES = ("tensorrt", "tensorrt_rtx")  # modules that build and run plans; the first found is used
-VERSION_KEY, VERSION = "tritone_step", "1"  # in an ONNX file's metadata: raise it when the tensors change
+# In an ONNX file's metadata: raise it when the tensors change, or what may be in them.
+VERSION_KEY, VERSION = "tritone_step", "2"
 
 
 def onnx_file(checkpoint: Path) -> Path:

@@ -32,7 +32,7 @@ from tritone.engines.memory import Ground, LoadFormat, Term
 from tritone.engines.slot_engine import SlotEngine, SlotOptions, SlotSession
 from tritone.engines.text_writer import sampling_of
 from tritone.engines.torch_setup import prepared_torch
-from tritone.errors import InvalidRequest, TritoneError
+from tritone.errors import InvalidRequest, TritoneError, not_numbers
 from tritone.pipelines.qwen3_omni import check_speaker
 from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS, OmniConfig
 from tritone.pipelines.qwen3_omni.memory import talker_terms
@@ -410,8 +410,7 @@ class Talker(SlotEngine[_Session]):
         code = int(frame[0])
         if code == self._not_a_number:
             self.abort(session.id)
-            what = f"the talker's scores for frame {session.num_frames} are not numbers"
-            return Delta(session.id, error=TritoneError(what, "use dtype float32, or check the weights"))
+            return Delta(session.id, error=not_numbers(f"the talker's scores for frame {session.num_frames}"))
         session.codes.append(code)
         self._counts["generated_tokens"] += 1
         if len(session.codes) == 1:

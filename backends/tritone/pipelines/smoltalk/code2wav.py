@@ -19,7 +19,7 @@ from msgspec import Meta
 from tritone.checkpoint import read_config
 from tritone.engines.base import BatchEngine, Chunk, Placement, Values, in_turns
 from tritone.engines.torch_setup import prepared_torch
-from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable
+from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable, not_numbers
 from tritone.ports import Array
 
 if TYPE_CHECKING:
@@ -141,8 +141,10 @@ class Code2Wav(BatchEngine):
             raise
         for number, chunk in turn:
             if number in shares:
-                answers[number] = {"pcm": self._joined(shares[number].samples)}
-                if chunk.end:
+                pcm = self._joined(shares[number].samples)
+                is_sound = np.isfinite(pcm).all()
+                answers[number] = {"pcm": pcm} if is_sound else not_numbers("code2wav's samples")
+                if chunk.end or not is_sound:
                     self.abort(chunk.session)
         return answers
 
