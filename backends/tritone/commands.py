@@ -167,6 +167,11 @@ def render(args: argparse.Namespace) -> int:
         _say(str(file))
     for name in repository.strangers(deploy, folder):
         _say(f"warning: {folder / name} is no model of the pipeline, and Triton would load it; remove it")
+    if deploy.mps:
+        _say(
+            f"warning: {present} says mps: true, which `tritone serve` alone heeds: serve the folder with "
+            "it, or start nvidia-cuda-mps-control before plain tritonserver (model_repository/ONE_GPU.md)"
+        )
     return 0
 
 
