@@ -183,7 +183,8 @@ def _require_fit(deploy: Deploy) -> None:
         return  # the checkpoint is not here yet, or not whole
     if any(place.total_bytes is None for place in planned.used()):
         return  # it is rendered for another machine, of which nothing is known
-    for place in planned.too_small(before_start=False):
+    narrow = [place for place, _ in planned.too_narrow()]
+    for place in [*planned.too_small(before_start=False), *narrow]:
         for line in planned.table(place):
             _say(line)
     planned.require_fit(before_start=False)

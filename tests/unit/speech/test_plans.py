@@ -339,6 +339,14 @@ def test_passes_of_a_plan_keep_the_pool(engine, exported, whole, monkeypatch):
     stand_in = StandIn(engine._waves._session, 4, 16)
     buckets = Buckets.of(8, (4, 8, 16)).up_to(4)
     waves = TensorrtWaves(stand_in, plans.codec_config(exported), buckets, 7, "cpu")
+    planned = {
+        term.name: term.num_bytes
+        for term in TensorrtCode2Wav.memory(
+            Ground("code2wav", exported, on_gpu=True), ExportedOptions(max_streams=7)
+        )
+    }
+    assert planned["stream states"] == waves._pool["memory"].nbytes
+    assert planned["static buffers"] >= sum(tensor.nbytes for tensor in waves._flat.values())
     frames = [random_frames(length, seed) for seed, length in enumerate((30, 9, 41, 3, 22, 17, 26, 12))]
     heard = {number: [] for number in range(len(frames))}
     for numbers in ((0, 1, 2, 3, 4, 5, 6), (7,)):  # the last one in a slot that another had
