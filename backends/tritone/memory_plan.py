@@ -82,7 +82,7 @@ class MemoryPlan:
                     f"{share.who} has {size(term.num_bytes)} of {place.name} ({term.how}), and "
                     f"{size(term.held_bytes)} must fit into that: "
                     + " and ".join(f"{size(held.num_bytes)} of {held.name}" for held in term.holds),
-                    f"raise {term.lower}, lower {' and '.join(sorted({held.lower for held in term.holds} - {''}))}, "
+                    f"raise {term.lower}, lower {term.holds[-1].lower}, "
                     "or name more GPUs in `device` of the stage",
                 ),
             )
