@@ -364,7 +364,7 @@ def test_passes_of_a_plan_keep_the_pool(engine, exported, whole, monkeypatch):
         cuts = {number: list(np.array_split(frames[number], 3)) for number in numbers}
         for _ in range(3):
             shares = [Share(slot, cuts[number].pop(0)) for slot, number in enumerate(numbers)]
-            for number, samples in zip(numbers, waves.decode(shares), strict=True):
+            for number, samples in zip(numbers, waves.launch(shares)(), strict=True):
                 heard[number].append(samples)
     for number, mine in heard.items():
         np.testing.assert_allclose(np.concatenate(mine), whole(frames[number]), atol=1e-5)

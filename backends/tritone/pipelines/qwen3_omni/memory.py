@@ -197,12 +197,12 @@ def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
     places = sizes.residuals + 2
     own, how = product(predictor.cache(frames, places), item)
     tables = size.turns_bytes(context, item) + predictor.turns_bytes(places, item)
-    tables += size.vocab + 3 * size.hidden * item  # which ids are no codes, and rows that every prompt has
+    tables += size.vocab + 2 * size.hidden * item  # which ids are no codes, and rows behind every text
     terms = [
         _weights(ground, options, sizes, ("talker.", "thinker.model.embed_tokens."), more),
         _cache(size, slots, context, item),
         Term("code predictor's cache", own, how, lower="max_slots"),
-        Term("tables", tables, "positions, and rows of every prompt"),
+        Term("tables", tables, "positions, and rows behind every text"),
     ]
     if not graphs:
         rows = options.prefill_chunk_tokens + options.max_slots
