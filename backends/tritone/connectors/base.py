@@ -193,14 +193,21 @@ class Outlet:
         self._queue.append((number, size_bytes, packet))
         self.queued_bytes += size_bytes
 
-    def pump(self, send: Callable[[bytes], bool]) -> int:
-        """Send from the queue until credit or `send` (False: not now) ends that; the bytes that went."""
-        before = self.queued_bytes
-        while self._queue and self._has_room(self._queue[0][1]) and send(self._queue[0][2]):
-            number, size_bytes, _ = self._queue.popleft()
+    def pump(self, send: Callable[[bytes], bool], enough_bytes: int) -> int:
+        """Send from the queue until credit, `send` (False: not now) or `enough_bytes` ends that.
+
+        The bytes that went; fewer than enough: no more may go now.
+        """
+        went = 0
+        while went < enough_bytes and self._queue and self._has_room(self._queue[0][1]):
+            number, size_bytes, packet = self._queue[0]
+            if not send(packet):
+                break
+            self._queue.popleft()
             self.queued_bytes -= size_bytes
             self.note_sent(number, size_bytes)
-        return before - self.queued_bytes
+            went += size_bytes
+        return went
 
     def credit(self, number: int) -> None:
         """Every chunk up to `number` was taken."""

@@ -5,7 +5,8 @@
                             └────── lane's reader ◄══ Credit ══════════════════════ Lane ◄─────┘
 
 No lane waits inside `put` or `get`: what the peer does not take at once stays in its queue until a thread
-that waits for the socket says that it may go. All state is under one lock, held for no longer than a copy.
+that waits for the socket says that it may go. All state is under one lock, held for no longer than the copy
+of a chunk or of PUMP_BYTES.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from tritone.engines.base import Values
 from tritone.errors import EngineLost
 
 CLOSE_TIMEOUT_S = 1.0
+PUMP_BYTES = 1 << 20  # or one chunk, if that is larger: copied in one go
+PUMP_PAUSE_S = 0.0005
 
 
 @dataclass
@@ -141,24 +144,38 @@ class LocalConnector(Connector):
 
     def _resume(self, lane: wire.Lane) -> None:
         with self._lock:
-            for outlet, its_lane in self._outlets.values():
-                if its_lane is lane:
-                    self.budget.release(outlet.pump(lane.send))
+            streams = [stream for stream, (_, its_lane) in self._outlets.items() if its_lane is lane]
+        for stream in streams:
+            self._pump(stream)
+
+    def _pump(self, stream: Stream) -> None:
+        """Send what may go of a stream, a little at a time: the stage's thread may wait for the lock."""
+        while True:
+            with self._lock:
+                if stream not in self._outlets:
+                    return
+                outlet, lane = self._outlets[stream]
+                went = outlet.pump(lane.send, PUMP_BYTES)
+                self.budget.release(went)
+            if went < PUMP_BYTES:
+                return
+            time.sleep(PUMP_PAUSE_S)  # else this thread would have the lock again before one that waits
 
     def _credit(self, message: wire.Credit) -> None:
         stream: Stream = (message.session, (message.source, message.stage))
         with self._lock:
             if stream not in self._outlets:
                 return
-            outlet, lane = self._outlets[stream]
+            outlet, _ = self._outlets[stream]
             outlet.credit(message.number)
-            self.budget.release(outlet.close() if message.closed else outlet.pump(lane.send))
-            if not outlet.is_done:
-                return
-            del self._outlets[stream]
-            has_gone = self._has_gone(message.session)
+            if message.closed:
+                self.budget.release(outlet.close())
+            if outlet.is_done:
+                del self._outlets[stream]
+            has_gone = outlet.is_done and self._has_gone(message.session)
         if has_gone:
             self._delivered(message.session)
+        self._pump(stream)
 
     def _lose(self, address: str, lane: wire.Lane) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -178,7 +179,9 @@ def test_credit_holds_what_is_in_flight_at_the_window_and_never_runs_dry(sizes, 
             got += numbers(receiver.take("s"))
             for key in receiver.credits("s"):
                 outlet.credit(key.number)
-                outlet.pump(send)
+                enough = rng.randint(1, 300)
+                while outlet.pump(send, enough) >= enough:
+                    pass
         assert put < len(sizes) or (len(got), put) != before, "everybody waits"
     assert got == list(range(len(sizes))) and outlet.queued_bytes == 0
     outlet.note_last(len(sizes) - 1)
@@ -430,6 +433,28 @@ def test_a_peer_that_does_not_read_holds_up_neither_its_producer_nor_other_peers
     assert [item.values["x"][0] for item in deaf.get("s", 40)] == list(range(40))
     wait_until(lambda: giver.stat("in_flight_bytes") == 0)
     assert giver.budget.used_bytes == 0
+
+
+def test_a_queue_leaves_the_lock_to_others_on_its_way(make_end, monkeypatch):
+    limits = {"window_bytes": 500_000}
+    giver, taker = make_end("giver", **limits), make_end(**limits)
+    taker.connector.expect("s")
+    lock, free = giver.connector._lock, []
+
+    def pause(seconds):
+        free.append(lock.acquire(timeout=PATIENCE_S))
+        lock.release()
+
+    monkeypatch.setattr("tritone.connectors.local.PUMP_BYTES", 60_000)
+    monkeypatch.setattr(
+        "tritone.connectors.local.time", SimpleNamespace(sleep=pause, monotonic=time.monotonic)
+    )
+    for number in range(40):
+        put(giver, taker, number, rows(40, number), last=number == 39)
+    assert giver.stat("queued_bytes") > 0
+    assert [item.values["x"][0] for item in taker.get("s", 40)] == list(range(40))
+    wait_until(lambda: giver.stat("in_flight_bytes") == 0 and giver.budget.used_bytes == 0)
+    assert len(free) >= 10 and all(free), "two chunks at a time"
 
 
 def test_a_peer_that_never_reads_again_is_lost(make_end, monkeypatch):
