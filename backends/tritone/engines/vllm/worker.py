@@ -68,7 +68,7 @@ class TappedRunner:
         if rows:
             setattr(output, ROWS, rows)
         if are_wrong is not None:  # read when the tokens are on the host already: nothing waits twice
-            flags = zip(sessions, are_wrong.tolist(), strict=True)
+            flags = zip(sessions, are_wrong.tolist(), strict=False)
             setattr(output, WRONG, [session for session, is_wrong in flags if is_wrong and session])
         return output
 
