@@ -35,8 +35,8 @@ FURTHER = 1.5  # times as far as plain torch
 
 
 def distance(some, right):
-    """Of rows of scores [R, V] from the right ones, by their size: the median, since a rounding may send a row
-    to other experts. And the share of rows whose likeliest code or token is the same."""
+    """Of rows of scores [R, V] from the right ones, by their size: the median, since a rounding may send one to
+    other experts. And the share of rows whose likeliest code or token is the same."""
     pairs = [(one.double(), other.double()) for one, other in zip(some, right, strict=True)]
     off = torch.cat([(one - other).norm(dim=1) / other.norm(dim=1) for one, other in pairs])
     same = torch.cat([one.argmax(1) == other.argmax(1) for one, other in pairs])
@@ -94,7 +94,7 @@ def test_a_talker_in_bfloat16_is_near_the_one_in_float32(rows):
 
 @torch.inference_mode()
 def thinker_scores(dtype, kernels, rows, steps):
-    """Logits [R, V] of every step, each of which takes tokens that chance chose; where thinker_step.py runs."""
+    """Logits [R, V] of every step, which takes tokens that chance chose; where thinker_step.py runs."""
     text = read_config(oracle.checkpoint())["thinker_config"]["text_config"]
     config = DecoderConfig.from_hf(text, family="qwen3_moe")
     model = thinker_step.Model(config, dtype, torch.bfloat16, rows, context=64)
