@@ -35,8 +35,8 @@ FURTHER = 1.5  # times as far as plain torch
 
 
 def distance(some, right):
-    """Of rows of scores [R, V] from the right ones, by their size: the median, since a rounding may send one to
-    other experts. And the share of rows whose likeliest code or token is the same."""
+    """Of rows of scores [R, V] from the right ones, by their size: the median, since a rounding may send one
+    to other experts. And the share of rows whose likeliest code or token is the same."""
     pairs = [(one.double(), other.double()) for one, other in zip(some, right, strict=True)]
     off = torch.cat([(one - other).norm(dim=1) / other.norm(dim=1) for one, other in pairs])
     same = torch.cat([one.argmax(1) == other.argmax(1) for one, other in pairs])
