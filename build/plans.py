@@ -8,6 +8,7 @@
     python build/plans.py --tensorrt                       and a plan for the GPU of this machine
     python build/plans.py --tensorrt --architecture sm89   for another one, if the library can
     python build/plans.py --tensorrt --model DIR           and a model for Triton's tensorrt backend
+    … --model DIR --profile one_h200                       with the chunk sizes that this profile serves
 
 Batch and frames of the ONNX file are dynamic. A file that differs from torch by more than LIMIT, in sound or
 in states, is not written. Of TensorRT the module `tensorrt` is used, or else `tensorrt_rtx`.
@@ -29,7 +30,8 @@ from typing import Any
 import numpy as np
 from qwen3_omni_tiny import locked
 
-from tritone import networks
+from tritone import deploy as deploys
+from tritone import networks, repository
 from tritone.checkpoint import checkpoint_dir, require_released
 from tritone.deploy import Chunks
 from tritone.errors import ConfigError, TritoneError
@@ -58,6 +60,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="write a model for Triton's tensorrt backend"
     )
+    parser.add_argument(
+        "--deploy",
+        default=PIPELINE,
+        metavar="FOLDER",
+        help=f"whose deploy.yaml says how streams are cut, for --model; default: {PIPELINE}",
+    )
+    parser.add_argument("--profile", metavar="NAME", help="over that deploy.yaml: a name, or a file")
     parser.add_argument("--max-batch", type=int, default=16, help="streams in a pass of the plan")
     parser.add_argument("--max-frames", type=int, default=25, help="frames of a pass of the plan")
     arguments = parser.parse_args(argv)
@@ -68,7 +77,10 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.tensorrt or arguments.model:
             plan = write_plan(checkpoint, arguments.architecture, arguments.max_batch, arguments.max_frames)
             if arguments.model:
-                write_model(checkpoint, plan, arguments.model, arguments.max_batch, arguments.max_frames)
+                chunks = chunks_of(arguments.deploy, arguments.profile)
+                write_model(
+                    checkpoint, plan, arguments.model, arguments.max_batch, arguments.max_frames, chunks
+                )
     except TritoneError as error:
         print(f"plans: {error}", file=sys.stderr)
         return 1
@@ -303,11 +315,21 @@ def aim(library: Any, config: Any, architecture: str) -> None:
     config.set_compute_capability(known.__members__[architecture.upper()], 0)
 
 
-def write_model(checkpoint: Path, plan: Path, folder: Path, max_rows: int, max_frames: int) -> None:
-    """A model folder for Triton's tensorrt backend: config.pbtxt and the plan."""
+def chunks_of(target: str, profile: str | None) -> Chunks:
+    """How a deploy file, with a profile over it, has streams cut. target: a pipeline's name or folder."""
+    return deploys.load(repository.find(target) / repository.DEPLOY, profile=profile).chunks
+
+
+def write_model(
+    checkpoint: Path, plan: Path, folder: Path, max_rows: int, max_frames: int, chunks: Chunks
+) -> None:
+    """A model folder for Triton's tensorrt backend: config.pbtxt and the plan.
+
+    chunks: of the streams that callers will cut; their sizes, at most `max_frames`, are what they pad to.
+    """
     from google.protobuf import text_format
 
-    frames = Buckets.of(max_rows, [min(size, max_frames) for size in sizes_of(Chunks())]).frames
+    frames = Buckets.of(max_rows, [min(size, max_frames) for size in sizes_of(chunks)]).frames
     decoder = load_decoder(checkpoint)
     config = plan_model(folder.name, decoder.config, decoder.memory_size, max_rows, frames)
     version = folder / "1"

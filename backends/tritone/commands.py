@@ -167,6 +167,11 @@ def render(args: argparse.Namespace) -> int:
         _say(str(file))
     for name in repository.strangers(deploy, folder):
         _say(f"warning: {folder / name} is no model of the pipeline, and Triton would load it; remove it")
+    if deploy.mps:
+        _say(
+            f"warning: {present} says mps: true, which `tritone serve` alone heeds: serve the folder with "
+            "it, or start nvidia-cuda-mps-control before plain tritonserver (model_repository/ONE_GPU.md)"
+        )
     return 0
 
 
@@ -178,7 +183,8 @@ def _require_fit(deploy: Deploy) -> None:
         return  # the checkpoint is not here yet, or not whole
     if any(place.total_bytes is None for place in planned.used()):
         return  # it is rendered for another machine, of which nothing is known
-    for place in planned.too_small(before_start=False):
+    narrow = [place for place, _ in planned.too_narrow()]
+    for place in [*planned.too_small(before_start=False), *narrow]:
         for line in planned.table(place):
             _say(line)
     planned.require_fit(before_start=False)

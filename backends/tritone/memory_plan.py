@@ -73,6 +73,27 @@ class MemoryPlan:
         """Places that hold less than is needed; of what is free now, or else of all there is."""
         return [place for place in self.used() if self._lacks(place, before_start)]
 
+    def too_narrow(self) -> list[tuple[Place, ConfigError]]:
+        """Shares of GPUs that an engine fills by itself, and in which it could not start: where, and why."""
+        return [
+            (
+                place,
+                ConfigError(
+                    f"{share.who} has {size(term.num_bytes)} of {place.name} ({term.how}), and "
+                    f"{size(term.held_bytes)} must fit into that: "
+                    + " and ".join(f"{size(held.num_bytes)} of {held.name}" for held in term.holds),
+                    f"raise {term.lower}, lower {term.holds[-1].lower}, "
+                    "or name more GPUs in `device` of the stage",
+                ),
+            )
+            for place in self.places
+            for share in self.shares
+            for term in share.terms
+            if share.place == place.name
+            and place.total_bytes is not None
+            and term.num_bytes < term.held_bytes
+        ]
+
     def summary(self, place: Place) -> str:
         """One line: what is needed and what there is."""
         needed = f"{size(self.needed_bytes(place.name))} planned"
@@ -107,6 +128,9 @@ class MemoryPlan:
                     mark = " " if term.is_exact else "~"
                     tails.append(f"{gib(term.num_bytes):>8} GiB {mark} {term.how}")
                     last = share.who
+                    for held in term.holds:
+                        heads.append(("", f"- {held.name}", times))
+                        tails.append(f"{gib(held.num_bytes):>8} GiB   of that: {held.how}")
         heads.append(("sum", "", ""))
         tails.append(f"{gib(self.needed_bytes(place.name)):>8} GiB")
         who, name, times_width = (max(len(head[column]) for head in heads) for column in range(3))
@@ -119,9 +143,11 @@ class MemoryPlan:
         ]
 
     def require_fit(self, before_start: bool = True) -> None:
-        """ConfigError naming the first place that is too small and what to lower."""
+        """ConfigError naming the first place, or share of one, that is too small and what to change."""
         for place in self.too_small(before_start):
             raise ConfigError(f"{place.name} is too small: {self.summary(place)}", self.cure(place))
+        for _, error in self.too_narrow():
+            raise error
 
     def _lacks(self, place: Place, before_start: bool) -> bool:
         there = place.free_bytes if before_start else place.total_bytes

@@ -57,20 +57,20 @@ def check_planned(pipelines: Sequence[Deploy], room: Room) -> list[Finding]:
 
 
 def check_memory(plan: MemoryPlan) -> list[Finding]:
-    """One finding a place that is to hold something; with the arithmetic where it is too small."""
+    """One finding a place that is to hold something, with the arithmetic where it is too small; and one for
+    each share of a place in which its engine could not start."""
     small = plan.too_small()
-    return [
-        Finding(
-            Level.PROBLEM,
-            "memory",
-            f"{place.name} is too small: {plan.summary(place)}",
-            plan.cure(place),
-            tuple(plan.table(place)[1:]),
-        )
+    found = [
+        _too_little(plan, place, f"{place.name} is too small: {plan.summary(place)}", plan.cure(place))
         if place in small
         else ok("memory", f"{place.name}: {plan.summary(place)}")
         for place in plan.used()
     ]
+    return found + [_too_little(plan, place, error.what, error.cure) for place, error in plan.too_narrow()]
+
+
+def _too_little(plan: MemoryPlan, place: Place, what: str, cure: str) -> Finding:
+    return Finding(Level.PROBLEM, "memory", what, cure, tuple(plan.table(place)[1:]))
 
 
 def require_room(served: Sequence[Deploy], new: Deploy, at_start: Room, now: Room) -> None:

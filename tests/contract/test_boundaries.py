@@ -1,6 +1,7 @@
 """Promises about where things live, held by reading the source."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ HEAVY = {
     "ctranslate2",
     "google",
 }
+TUNES = re.compile(r"autotun|max-autotune|cudnn\.(benchmark|flags)|cudnn import|import cudnn", re.IGNORECASE)
 
 
 def imported_modules(path):
@@ -100,6 +102,35 @@ def _is_text(place):
     ]
     line = path.read_text().splitlines()[int(number) - 1]
     return line.lstrip().startswith("#") or any(low <= int(number) <= high for low, high in spans)
+
+
+def tuning(source):
+    """Code, without its comments, that chooses among programs by their time."""
+    return [line.strip() for line in ast.unparse(ast.parse(source)).splitlines() if TUNES.search(line)]
+
+
+def test_nothing_is_tuned_at_start():
+    """Tiles are chosen by shape, in kernels/tiles.py. What times programs takes the quickest of this start,
+    which may add up in another order than that of the last one: a seed would not give the same answer twice,
+    and a start would take minutes on a GPU that others use.
+    """
+    chosen = {
+        path.name: found for path in python_files(LIBRARY.parent) if (found := tuning(path.read_text()))
+    }
+    assert chosen == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@triton.autotune(configs, key)\ndef kernel(): pass",
+        "torch.backends.cudnn.benchmark = True",
+        "torch.compile(step, mode='max-autotune')",
+        "from torch.backends import cudnn",
+    ],
+)
+def test_what_tunes_is_seen(source):
+    assert len(tuning(source)) == 1 and tuning(f"pass  # {source.splitlines()[0]}") == []
 
 
 def test_files_stay_readable():

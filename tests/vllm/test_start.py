@@ -36,7 +36,8 @@ def test_a_context_that_the_model_was_not_made_for(checkpoint):
 
 
 def test_a_release_that_lacks_something(checkpoint, monkeypatch):
-    gone = dataclasses.replace(contract.INTERNAL[0], attributes=("init_another_device",))
+    worker = next(part for part in contract.INTERNAL if part.name == "Worker")
+    gone = dataclasses.replace(worker, attributes=("init_another_device",))
     monkeypatch.setattr(contract, "EVERYTHING", (Part("vllm.inputs", "tokens_input"), gone))
     with pytest.raises(ConfigError, match=r"vLLM \S+ has no Worker\.init_another_device; install one of"):
         start(checkpoint)

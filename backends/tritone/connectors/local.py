@@ -10,6 +10,7 @@ that waits for the socket says that it may go. All state is under one lock, held
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import threading
 import time
@@ -35,46 +36,11 @@ from tritone.errors import EngineLost
 CLOSE_TIMEOUT_S = 1.0
 
 
-class Lane:
-    """The way to one peer, written to only when that takes no waiting. Called under the connector's lock."""
-
-    def __init__(self, resume: Callable[[Lane], None], channel: wire.Channel | None = None) -> None:
-        """resume: called by another thread when `send` may succeed again. channel: None until `open`."""
-        self.channel = channel
-        self._resume = resume
-        self._is_blocked = channel is None
-
-    def open(self, channel: wire.Channel) -> None:
-        self.channel = channel
-        self._is_blocked = False
-
-    def send(self, packet: bytes) -> bool:
-        """Whether it went. A lane whose peer is gone stays blocked: the channel's reader sees its end."""
-        if self._is_blocked or self.channel is None:
-            return False
-        try:
-            if self.channel.try_send(packet):
-                return True
-        except wire.Disconnected:
-            self._is_blocked = True
-            return False
-        self._is_blocked = True  # before the thread that says when it is not
-        threading.Thread(target=self._wait, args=(self.channel,), daemon=True, name="lane").start()
-        return False
-
-    def _wait(self, channel: wire.Channel) -> None:
-        if channel.wait_writable(wire.SEND_TIMEOUT_S):
-            self._is_blocked = False
-            self._resume(self)
-        else:  # a local peer that does not read for this long is taken for dead
-            channel.shutdown()
-
-
 @dataclass
 class _Producer:
     """The way back to a process that sends us chunks."""
 
-    lane: Lane
+    lane: wire.Lane
     credits: dict[Stream, wire.Credit] = field(default_factory=dict)  # not sent yet; the newest says it all
 
     def flush(self) -> None:
@@ -95,9 +61,10 @@ class LocalConnector(Connector):
         self._stage = stage
         self._limits = limits
         self._lock = threading.Lock()
-        self._lanes: dict[str, Lane] = {}  # by address of the consumer
-        self._threads: dict[Lane, threading.Thread] = {}
-        self._outlets: dict[Stream, tuple[Outlet, Lane]] = {}
+        self._ended = threading.Condition(self._lock)  # a lane that was followed
+        self._lanes: dict[str, wire.Lane] = {}  # by address of the consumer
+        self._followed: set[wire.Lane] = set()  # by a thread each
+        self._outlets: dict[Stream, tuple[Outlet, wire.Lane]] = {}
         self._receiver = Receiver(limits)
         self._producers: dict[wire.Channel, _Producer] = {}
         self._lost: set[str] = set()  # sessions of which a consumer will never take all, until their cleanup
@@ -143,18 +110,17 @@ class LocalConnector(Connector):
             if outlet.is_done:
                 del self._outlets[key.stream]
 
-    def _new_outlet(self, address: str, stream: Stream) -> tuple[Outlet, Lane]:
+    def _new_outlet(self, address: str, stream: Stream) -> tuple[Outlet, wire.Lane]:
         lane = self._lanes.get(address)
         if lane is None:
-            lane = Lane(self._resume)
+            lane = wire.Lane(self._resume)
             self._lanes[address] = lane
-            thread = threading.Thread(target=self._follow, args=(address, lane), daemon=True, name="lane")
-            self._threads[lane] = thread
-            thread.start()
+            self._followed.add(lane)
+            _thread.start_new_thread(self._follow, (address, lane))
         self._outlets[stream] = Outlet(self._limits), lane
         return self._outlets[stream]
 
-    def _follow(self, address: str, lane: Lane) -> None:
+    def _follow(self, address: str, lane: wire.Lane) -> None:
         """The thread of a lane to a consumer: open it, then take the credit that comes back."""
         channel = None
         with contextlib.suppress(wire.Disconnected):
@@ -173,7 +139,7 @@ class LocalConnector(Connector):
             channel.close()
         self._lose(address, lane)
 
-    def _resume(self, lane: Lane) -> None:
+    def _resume(self, lane: wire.Lane) -> None:
         with self._lock:
             for outlet, its_lane in self._outlets.values():
                 if its_lane is lane:
@@ -194,11 +160,12 @@ class LocalConnector(Connector):
         if has_gone:
             self._delivered(message.session)
 
-    def _lose(self, address: str, lane: Lane) -> None:
+    def _lose(self, address: str, lane: wire.Lane) -> None:
         with self._lock:
             if self._lanes.get(address) is lane:
                 del self._lanes[address]
-            self._threads.pop(lane, None)
+            self._followed.discard(lane)
+            self._ended.notify_all()
             streams = {stream: outlet for stream, (outlet, its) in self._outlets.items() if its is lane}
             lost = frozenset(session for (session, _), outlet in streams.items() if not outlet.is_closed)
             self._drop_outlets(list(streams))
@@ -268,7 +235,7 @@ class LocalConnector(Connector):
     def _answer(self, channel: wire.Channel, key: Key, closed: bool = False) -> None:
         producer = self._producers.get(channel)
         if producer is None:
-            producer = _Producer(Lane(lambda _: self._flush(channel), channel))
+            producer = _Producer(wire.Lane(lambda _: self._flush(channel), channel))
             self._producers[channel] = producer
         producer.credits[key.stream] = wire.Credit(key.session, *key.edge, key.number, closed)
         producer.flush()
@@ -294,12 +261,10 @@ class LocalConnector(Connector):
             self._receiver = Receiver(self._limits)
             self._producers.clear()
             self._origins.clear()
-            threads = list(self._threads.values())
             for lane in self._lanes.values():
                 if lane.channel is not None:
                     lane.channel.shutdown()
-        for thread in threads:
-            thread.join(CLOSE_TIMEOUT_S)
+            self._ended.wait_for(lambda: not self._followed, CLOSE_TIMEOUT_S)
 
     def stats(self) -> dict[str, int | float]:
         with self._lock:

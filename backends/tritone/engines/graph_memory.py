@@ -88,16 +88,21 @@ def _packed_row_bytes(size: DecoderSize, item: int) -> int:
     """Of what a pass keeps for a row (prompt_kernels.py, kernels/grouped_experts.py, prompt_attention.py)."""
     heads = 3 * size.heads + 2 * size.kv_heads  # qkv, queries, attended
     a_row = (3 * size.hidden + heads * size.head_dim) * item + 6 * size.head_dim * 4
-    pieces = -(-size.shared_inner // size.expert_inner) if size.shared_inner else 0
     a_choice = (size.expert_inner + size.hidden) * item + 4 * 16  # chosen, its share, as sorted
     dense = 4 * size.inner * item if size.mixed_layers < size.layers else 0
-    return a_row + (size.chosen + pieces) * a_choice + dense
+    return a_row + _choices(size) * a_choice + dense
 
 
 def _kernel_bytes(size: DecoderSize, rows: int, item: int) -> int:
     """Of what kernels keep between them (kernels/layers.py, kernels/experts.py)."""
     heads = size.heads + 2 * size.kv_heads
-    a_row = 2 * SPLITS * size.hidden * 4 + (6 * size.hidden + 2 * heads * size.head_dim) * item
+    a_row = (SPLITS + _choices(size)) * size.hidden * 4 + (6 * size.hidden + 2 * heads * size.head_dim) * item
     a_row += max(size.inner, size.expert_inner) * item + SPLITS * size.heads * size.head_dim * 4
     experts = size.experts * buckets(16, rows)[-1] * size.expert_inner * item
     return rows * a_row + experts
+
+
+def _choices(size: DecoderSize) -> int:
+    """Experts that a row goes through, the one of all rows in as many pieces as it is stored in."""
+    pieces = -(-size.shared_inner // size.expert_inner) if size.shared_inner else 0
+    return size.chosen + pieces

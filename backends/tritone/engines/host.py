@@ -10,7 +10,6 @@ so that no engine outlives its server, also after kill -9.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import logging
 import os
@@ -19,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from tritone.connectors.local import LocalConnector
 from tritone.deploy import Deploy
 from tritone.engines.base import BatchEngine, Placement
 from tritone.engines.batch_loop import BatchLoop
-from tritone.engines.loop import Loop
+from tritone.engines.loop import Answer, Loop
 from tritone.engines.peers import Peers
 from tritone.engines.stage_loop import StageLoop
 from tritone.engines.stage_stream import StageStream
@@ -61,7 +60,7 @@ class Host:
         self._state: wire.AnyMessage = wire.Loading()  # what a door is told when it connects
         self._lock = threading.Lock()
         self._torch_trace = TorchTrace(allowed=False)
-        self.peers = Peers(address, self._peer_lost)
+        self.peers = Peers(address, self._peer_lost, self._peer_late)
 
     def serve(self) -> None:
         threading.Thread(target=self._accept, daemon=True, name="accept").start()
@@ -100,13 +99,10 @@ class Host:
             threading.Thread(target=self._read, args=(channel,), daemon=True, name="reader").start()
 
     def _read(self, channel: wire.Channel) -> None:
-        def answer(message: wire.AnyMessage) -> None:
-            with contextlib.suppress(wire.Disconnected):  # if the asker is gone, its reader ends below
-                channel.send(message)
-
+        outbox = wire.Outbox(channel)
         try:
             while True:
-                self._take(channel.receive(), channel, answer)  # and hold nothing of it while waiting
+                self._take(channel.receive(), channel, outbox.send)  # and hold nothing of it while waiting
         except wire.Disconnected:
             pass
         except Exception:  # the peer hears that the channel is gone, and waits for no answer
@@ -118,7 +114,7 @@ class Host:
             for connector in self._connectors(*self._loops):
                 connector.producer_lost(channel)
 
-    def _take(self, message: Any, channel: wire.Channel, answer: Callable[[wire.AnyMessage], None]) -> None:
+    def _take(self, message: Any, channel: wire.Channel, answer: Answer) -> None:
         if isinstance(message, wire.Piece):
             for connector in self._connectors(message.stage):
                 connector.receive(message, channel)
@@ -131,14 +127,10 @@ class Host:
         connectors = [loop.connector for loop in loops if isinstance(loop, StageLoop)]
         return [connector for connector in connectors if isinstance(connector, LocalConnector)]
 
-    def _dispatch(self, message: Any, answer: Callable[[wire.AnyMessage], None]) -> None:
+    def _dispatch(self, message: Any, answer: Answer) -> None:
         match message:
             case wire.Open():
-                loop = self._loops.get(message.stage)
-                if isinstance(loop, StageLoop):
-                    loop.post(partial(loop.open, message, answer))
-                else:
-                    answer(self._unknown_stage(message))
+                self.open(message, answer)
             case wire.Run():
                 loop = self._loops.get(message.stage)
                 if isinstance(loop, BatchLoop):
@@ -157,6 +149,20 @@ class Host:
             case _:
                 log.warning("unexpected %s", type(message).__name__)
 
+    def open(self, message: wire.Open, answer: Answer) -> None:
+        """Start a session; `answer` is called once, by any thread."""
+        loop = self._loops.get(message.stage)
+        if not isinstance(loop, StageLoop):
+            answer(self._unknown_stage(message))
+            return
+        try:
+            self.peers.ensure(message.inbox)  # here, for the loop does not wait
+        except wire.Disconnected as error:
+            what = f"the orchestrator is gone ({error})"
+            answer(wire.Refused(message.call, "UNAVAILABLE", what, "try again"))
+        else:
+            loop.post(partial(loop.open, message, answer))
+
     def _unknown_stage(self, message: wire.Open | wire.Run) -> wire.Refused:
         what = f"this engine process does not serve stage '{message.stage}'"
         return wire.Refused(message.call, "UNAVAILABLE", what, "try again")
@@ -164,6 +170,11 @@ class Host:
     def _peer_lost(self, address: str) -> None:
         for loop in list(self._loops.values()):
             loop.post(partial(loop.peer_lost, address))
+
+    def _peer_late(self, address: str) -> None:
+        for loop in list(self._loops.values()):
+            if isinstance(loop, StageLoop):
+                loop.post(partial(loop.peer_late, address))
 
 
 def build_loops(

@@ -27,6 +27,11 @@ class Term:
     how: str  # the arithmetic, for people
     is_exact: bool = True  # else an allowance, or the most that an estimate allows
     lower: str = ""  # the engine options that make it smaller, if there are any
+    holds: tuple[Term, ...] = ()  # what must find room in it, of an engine that fills it by itself
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(term.num_bytes for term in self.holds)
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,14 @@ def stored(ground: Ground) -> list[Term]:
     return [Term("weights", int(FILES_FACTOR * num_bytes), how, is_exact=False)]
 
 
-def gpu_share(ground: Ground, utilization: float) -> Term:
-    """All that an engine takes which fills a share of its GPU by itself: weights, KV cache and graphs."""
+def gpu_share(ground: Ground, utilization: float, holds: tuple[Term, ...] = ()) -> Term:
+    """All that an engine takes which fills a share of its GPU by itself: weights, KV cache and graphs.
+
+    holds: the least of these without which it does not start.
+    """
     size = ground.gpu_bytes or 0
     how = f"{utilization:.0%} of {size / (1 << 30):.1f} GiB, with weights, KV cache and graphs in it"
-    return Term("share of the GPU", int(utilization * size), how, lower="gpu_memory_utilization")
+    return Term("share of the GPU", int(utilization * size), how, lower="gpu_memory_utilization", holds=holds)
 
 
 def product(factors: dict[str, int], item_bytes: int) -> tuple[int, str]:

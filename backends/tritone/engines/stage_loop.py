@@ -135,14 +135,7 @@ class StageLoop(Loop):
             span=self._tracer.child(f"session {self.model}", message.trace, began_s=now),
         )
         try:
-            self._peers.ensure(message.inbox)
             self._engine.add_request(message.session, message.inputs, message.settings)
-        except wire.Disconnected as error:
-            self._leave(message.session, Unavailable.code)
-            self.connector.ignore(message.session)
-            answer(
-                wire.Refused(message.call, "UNAVAILABLE", f"the orchestrator is gone ({error})", "try again")
-            )
         except Exception as error:
             fault = error if isinstance(error, TritoneError) else self._logged(error, "add_request")
             self._leave(message.session, fault.code)
@@ -182,6 +175,15 @@ class StageLoop(Loop):
         for session, seat in [*self._seats.items(), *self._undelivered.items()]:
             if seat.inbox == address:
                 self.cancel(session)
+
+    def peer_late(self, address: str) -> None:
+        """The orchestrator at this address leaves unread what it is sent: its sessions end, no others."""
+        late = [session for session, seat in self._seats.items() if seat.inbox == address]
+        if late:
+            what = f"the orchestrator does not read what stage {self.model} gives it"
+            log.error("stage %s: %s does not read; ending %d sessions", self.model, address, len(late))
+            error = Unavailable(what, "try again, with fewer requests at once")
+            self._deliver([Delta(session, error=error) for session in late])
 
     def output_lost(self, address: str, sessions: Collection[str]) -> None:
         """Of these sessions the consumer at this address will never have all that they gave it."""

@@ -13,8 +13,9 @@ import torch
 
 from tritone.engines.token_buffers import TokenBuffers
 from tritone.kernels.attention import Where
+from tritone.kernels.launch import Start
 from tritone.kernels.layers import Group, Layers
-from tritone.kernels.products import TWO_ROWS, Products, cleared
+from tritone.kernels.products import FEW_ROWS, MANY_ROWS, TWO_ROWS, Products, cleared
 from tritone.networks.decoder import Decoder
 
 
@@ -24,9 +25,8 @@ class KernelTokens:
     def __init__(self, buffers: TokenBuffers, decoder: Decoder) -> None:
         """decoder: with a cache of one slot more than sessions use."""
         most = len(buffers.packed)
-        # Early launches gain where weights are read in registers, and lose on tensor cores.
-        self._few = _Machine(buffers, decoder, rows=min(TWO_ROWS, most), pdl=True)
-        self._many = _Machine(buffers, decoder, rows=most, pdl=False) if most > TWO_ROWS else None
+        self._few = _Machine(buffers, decoder, rows=min(TWO_ROWS, most), start=FEW_ROWS)
+        self._many = _Machine(buffers, decoder, rows=most, start=MANY_ROWS) if most > TWO_ROWS else None
 
     @torch.inference_mode()
     def __call__(self, rows: int) -> None:
@@ -37,10 +37,10 @@ class KernelTokens:
 class _Machine:
     """The kernels of a step, with memory for `rows` rows."""
 
-    def __init__(self, buffers: TokenBuffers, decoder: Decoder, *, rows: int, pdl: bool) -> None:
+    def __init__(self, buffers: TokenBuffers, decoder: Decoder, *, rows: int, start: Start) -> None:
         assert decoder.head is not None and decoder.embedding is not None
         self._buffers, self._table, self._head = buffers, decoder.embedding, decoder.head
-        self._products = Products(decoder.config.norm_eps, pdl and decoder.device.type == "cuda")
+        self._products = Products(decoder.config.norm_eps, start.on(decoder.device))
         self._layers = Layers(decoder, rows, self._products)
         self._x = cleared(rows, decoder.config.hidden_size, like=decoder.cache)
         self._hidden = torch.zeros_like(self._x)

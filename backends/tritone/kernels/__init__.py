@@ -3,6 +3,5 @@
 Nobody imports them who does not run them: `triton` comes with torch for CUDA. Set TRITON_INTERPRET=1 before
 the import and they run on a CPU, slowly. In shapes: R rows, H hidden size, V vocabulary, D size of a head.
 
-Those of steps can be launched early (PDL, programmatic dependent launch): they then load weights, which
-nothing writes, while the kernel before them still runs, and wait for that one before they touch more.
+Those of steps can be launched before the one ahead of them has ended (launch.py).
 """

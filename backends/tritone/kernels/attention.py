@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tritone.kernels.launch import start_next, wait_for_last
 from tritone.kernels.products import Products
 
 MOST_SHARES = 8
@@ -26,18 +26,16 @@ def _attend(
     qkv, query_norm, key_norm, keys, values, slots, places, cos, sin, out, shares, sums,
     stride, turn_stride, place, context, eps, scale, R,
     BY_SLOT: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     row, head, part = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
     d = tl.arange(0, D)
     half = (d + D // 2) % D
     g = tl.arange(0, BG)
     in_g = g < GROUP
-    if PDL:
-        gdc_launch_dependents()
+    start_next(START)
     q_scale, q_scale_half = tl.load(query_norm + d).to(tl.float32), tl.load(query_norm + half).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait_for_last(START)
     if BY_SLOT:
         slot = tl.load(slots + row * stride)
         here = tl.load(places + row * stride)
@@ -97,12 +95,11 @@ def _attend(
 
 
 @triton.jit
-def _join(shares, sums, out, R, D: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
+def _join(shares, sums, out, R, D: tl.constexpr, PARTS: tl.constexpr, START: tl.constexpr):
     row = tl.program_id(0)
     part, d = tl.arange(0, PARTS), tl.arange(0, D)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     most = tl.load(sums + (part * R + row) * 2)
     total = tl.load(sums + (part * R + row) * 2 + 1)
     weight = tl.exp(most - tl.max(most))

@@ -5,7 +5,8 @@
                   ─► code ─► its embedding ─► next input;  Σ embeddings ─► kept by slot
 
 Noise and filters are those of `engines/sampler.py`. The k-th score, and the last one that top-p keeps, are
-found by halving the range of the 32 bits of a float: nothing is sorted, and scores that tie there all stay.
+found by halving the range of floats until no other can lie there: nothing is sorted, and scores that tie
+there all stay.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tritone.engines.sampler import GREEDY_BELOW
+from tritone.kernels.launch import start_next, wait_for_last
 from tritone.kernels.noise import as_gumbel, words
 from tritone.kernels.products import Products, cleared
 
@@ -30,13 +31,12 @@ _WORDS = 256  # blocks of four random words a program
 
 
 @triton.jit
-def _begin(text, spoken, slots, begins, x, stride, H: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr):
+def _begin(text, spoken, slots, begins, x, stride, H: tl.constexpr, BH: tl.constexpr, START: tl.constexpr):
     row = tl.program_id(0)
     h = tl.arange(0, BH)
     inside = h < H
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     slot = tl.load(slots + row * stride)
     goes_on = (tl.load(begins + row * stride) == 0) & inside
     value = tl.load(text + row * H + h, mask=inside, other=0.0).to(tl.float32)
@@ -47,13 +47,12 @@ def _begin(text, spoken, slots, begins, x, stride, H: tl.constexpr, BH: tl.const
 @triton.jit
 def _noise(
     seed_low, seed_high, draws, noise, stride, first,
-    V: tl.constexpr, CODEBOOKS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, CODEBOOKS: tl.constexpr, WORDS: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     row, codebook = tl.program_id(0), tl.program_id(1)
     block = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     # Code 0 is drawn before its place is counted, the others after.
     position = tl.load(draws + row * stride) + (codebook > 0).to(tl.int32)
     low = tl.load(seed_low + row * stride)
@@ -80,20 +79,61 @@ def _order(x):
 
 
 @triton.jit
+def _number(order):
+    """The float of such an int32."""
+    return tl.where(order >= 0, order, order ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _likeliest(order, best, wanted):
+    """Where to cut so that `wanted` numbers are kept, or as few more as tie there; best: the highest."""
+    low, high = tl.cast(_LOWEST, tl.int64), best.to(tl.int64) + 1
+    count = wanted + 1
+    while (high - low > 1) & (count != wanted):
+        middle = (low + high) >> 1
+        some = tl.sum((order >= middle.to(tl.int32)).to(tl.int32))
+        is_enough = some >= wanted
+        low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle)
+        count = tl.where(is_enough, some, count)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _heaviest(order, mass, lowest, best, highest, share):
+    """Where to cut so that just as many numbers are kept as it takes for a share of the mass.
+
+    lowest, best: of those that have a mass, which is e to the power of a number less the highest.
+    """
+    low, high = lowest.to(tl.int64), best.to(tl.int64) + 1
+    total = tl.sum(mass)
+    wanted = total * share
+    spare = total - wanted
+    # What is spare is less than the lightest of those kept has: none of them can go.
+    while (high - low > 1) & (spare >= tl.exp(_number(low.to(tl.int32)) - highest)):
+        middle = (low + high) >> 1
+        some = tl.sum(tl.where(order >= middle.to(tl.int32), mass, 0.0))
+        is_enough = some >= wanted
+        low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle)
+        spare = tl.where(is_enough, some - wanted, spare)
+    return low.to(tl.int32)
+
+
+@triton.jit
 def _draw(
     scores, noise, slots, temperatures, top_ks, top_ps, log_min_ps, penalties, bars_end, seen, silenced,
     frames, wrong, table, total, following, spoken, stride, codebook, end, top_k, top_p, noise_size,
     V: tl.constexpr, BV: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, CODEBOOKS: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     v, h = tl.arange(0, BV), tl.arange(0, BH)
     in_v, in_h = v < V, h < H
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     slot = tl.load(slots + row * stride)
     x = tl.load(scores + row * V + v, mask=in_v, other=float("-inf"))
+    # Asked for early: it comes while the scores are searched.
+    chance = tl.load(noise + (row * CODEBOOKS + codebook) * noise_size + v, mask=in_v, other=0.0)
     bad = tl.max((x != x).to(tl.int32))
     if FIRST:
         said = tl.load(seen + slot * V + v, mask=in_v, other=0)
@@ -104,6 +144,9 @@ def _draw(
         x = tl.where(mute, float("-inf"), x)
         top_k = tl.load(top_ks + row * stride)
         top_p = tl.load(top_ps + row * stride)
+    else:
+        bad = bad | tl.load(wrong + row)
+        before = tl.load(total + row * H + h, mask=in_h, other=0.0)
     temperature = tl.load(temperatures + row * stride)
     greedy = temperature < _GREEDY_BELOW
     x = x / tl.where(greedy, 1.0, temperature)
@@ -114,26 +157,14 @@ def _draw(
         code = tl.argmax(x, 0)
     else:
         order = _order(x)
-        least = tl.where(tl.sum((order >= 0).to(tl.int32)) >= top_k, 0, _LOWEST)
-        for bit in range(31):
-            candidate = least + (1 << (30 - bit))
-            enough = tl.sum((order >= candidate).to(tl.int32)) >= top_k
-            least = tl.where(enough, candidate, least)
-        kept = (order >= least) & (x > float("-inf"))
+        first = _order(best)
+        cut = _likeliest(order, first, top_k)
         if top_p < 1.0:
-            mass = tl.where(kept, tl.exp(x - best), 0.0)
-            wanted = tl.sum(mass) * top_p
-            least = tl.where(tl.sum(tl.where(order >= 0, mass, 0.0)) >= wanted, 0, _LOWEST)
-            for bit in range(31):
-                candidate = least + (1 << (30 - bit))
-                enough = tl.sum(tl.where(order >= candidate, mass, 0.0)) >= wanted
-                least = tl.where(enough, candidate, least)
-            kept = kept & (order >= least)
-        chance = tl.load(noise + (row * CODEBOOKS + codebook) * noise_size + v, mask=in_v, other=0.0)
+            mass = tl.where(order >= cut, tl.exp(x - best), 0.0)
+            cut = _heaviest(order, mass, cut, first, best, top_p)
+        kept = (order >= cut) & (x > float("-inf"))
         code = tl.argmax(tl.where(kept, x + chance, float("-inf")), 0)
     code = tl.minimum(tl.maximum(code, 0), V - 1)  # without numbers there is no telling what it is
-    if not FIRST:
-        bad = bad | tl.load(wrong + row)
     tl.store(wrong + row, bad)
     tl.store(frames + row * CODEBOOKS + codebook, code)
     if FIRST:
@@ -141,7 +172,7 @@ def _draw(
     embedded = tl.load(table + code * H + h, mask=in_h, other=0.0)
     sums = embedded.to(tl.float32)
     if not FIRST:
-        sums += tl.load(total + row * H + h, mask=in_h, other=0.0)
+        sums += before
     if LAST:
         tl.store(spoken + slot * H + h, sums.to(spoken.dtype.element_ty), mask=in_h)
         if bad != 0:

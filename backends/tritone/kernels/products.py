@@ -14,11 +14,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tritone.kernels.launch import Start, start_next, wait_for_last
 from tritone.kernels.tiles import Tile, height, tile_of
 
 TWO_ROWS = 2  # up to here registers are faster than tensor cores; measured on an H200, where 4 rows are not
+
+
+# Weights of few rows are read in registers, and can be asked for ahead; what runs on tensor cores needs room.
+FEW_ROWS, MANY_ROWS = Start.AHEAD, Start.NEXT
 
 
 @dataclass(frozen=True)
@@ -33,21 +37,19 @@ class Partials:
 def _gemv(
     x, norm, w, residual, y, eps, N,
     M: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    NORM: tl.constexpr, GLU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, GLU: tl.constexpr, RESIDUAL: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     in_k, in_n = k < K, n < N
     in_both = in_n[:, None] & in_k[None, :]
-    if PDL:
-        gdc_launch_dependents()
+    start_next(START)
     weight = tl.load(w + n[:, None] * K + k[None, :], mask=in_both, other=0.0)
     if GLU:
         up_weight = tl.load(w + (n + N)[:, None] * K + k[None, :], mask=in_both, other=0.0)
     if NORM:
         scale = tl.load(norm + k, mask=in_k, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait_for_last(START)
     for m in tl.static_range(M):
         row = tl.load(x + m * K + k, mask=in_k, other=0.0).to(tl.float32)
         if NORM:
@@ -63,16 +65,15 @@ def _gemv(
 @triton.jit
 def _gemm(
     x, w, y, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GLU: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    GLU: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(2)
     PART: tl.constexpr = (K + SPLIT - 1) // SPLIT
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     in_m, in_n = m < M, n < N
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_next(START)
+    wait_for_last(START)
     out = tl.zeros([BM, BN], tl.float32)
     up = tl.zeros([BM, BN], tl.float32)
     for start in tl.range(0, PART, BK, num_stages=STAGES):
@@ -103,16 +104,14 @@ def _gemm(
 @triton.jit
 def _norm_add(
     partials, x, norm, y, eps, R,
-    H: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BH)
     inside = h < H
-    if PDL:
-        gdc_launch_dependents()
+    start_next(START)
     scale = tl.load(norm + h, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait_for_last(START)
     value = tl.load(x + row * H + h, mask=inside, other=0.0).to(tl.float32)
     if PARTS > 0:
         for part in tl.static_range(PARTS):
@@ -126,10 +125,10 @@ def _norm_add(
 
 @dataclass(frozen=True)
 class Products:
-    """Launches them. pdl: launch early what is a gemv, which gains by it; tensor cores lose."""
+    """Launches them. start: of each kernel's next."""
 
     eps: float
-    pdl: bool = False
+    start: Start = Start.BEHIND
 
     def gemv(
         self,
@@ -170,9 +169,9 @@ class Products:
             num_warps=4, **self.launch(),
         )  # fmt: skip
 
-    def launch(self) -> dict[str, bool]:
+    def launch(self) -> dict[str, int | bool]:
         """Arguments of every launch."""
-        return {"PDL": True, "launch_pdl": True} if self.pdl else {"PDL": False}
+        return self.start.arguments
 
     def _gemm(self, x: Tensor, weight: Tensor, y: Tensor, glu: bool, tile: Tile) -> None:
         rows, inner = x.shape

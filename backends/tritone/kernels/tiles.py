@@ -3,8 +3,8 @@
     kind, rows, inner, outer ─► MEASURED, by shape ─► else the rule for all shapes ─► Tile
 
 Chosen by size alone, so that nothing is tuned at start and a row's rounding never depends on the machine's
-mood. The rules are what was fastest on an H200 for a decoder of 1,024 columns with experts of 384;
-convolutions have one of their own.
+mood. The rules are what was fastest on an H200 for decoders of 1,024 columns with experts of 384 and of 2,048
+with experts of 768; convolutions have one of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ MULTIPROCESSORS = 132  # that want a program each
 QUERIES = 128  # of such a tile: rows times the heads that share a key
 
 Kind: TypeAlias = Literal[
-    "gemv", "gemm", "gemm_parts", "experts_up", "experts_down", "grouped_up", "grouped_down"
+    "gemv",
+    "gemm",
+    "gemm_parts",
+    "router",
+    "pair_up",
+    "pair_down",
+    "experts_up",
+    "experts_down",
+    "grouped_up",
+    "grouped_down",
 ]
 
 
@@ -34,7 +43,7 @@ class Tile:
     warps: int
     stages: int = 1
     split: int = 1  # sums that are left to be added up
-    rows: int = 0  # columns of a stream at a time, or of those that chose an expert, 16 or more; 0: all
+    rows: int = 0  # columns of a stream at a time; 0: all
 
 
 class Shape(NamedTuple):
@@ -76,7 +85,7 @@ def tile_of(kind: Kind, rows: int, inner: int, outer: int, item: int = 2) -> Til
 
 def height(kind: Kind, rows: int) -> int:
     """Rows of a tile."""
-    if kind == "gemv":
+    if kind in ("gemv", "pair_up", "pair_down"):
         return rows
     whole = max(16, _power_of_two(rows))
     if kind in ("experts_up", "experts_down"):
@@ -119,12 +128,32 @@ def _gemm_parts(shape: Shape) -> Tile:
     return Tile(32, _depth(shape), 4, 4, split)
 
 
+def _router(shape: Shape) -> Tile:
+    # Every program adds up what was left of its row: the fewer, the more rows there are.
+    width = max(8, shape.height // 2)
+    return Tile(width, _power_of_two(shape.inner), 8 if width == 8 else 16)
+
+
+def _pair_up(shape: Shape) -> Tile:
+    return Tile(256 if INTERPRETED else 8, min(1024, _power_of_two(shape.inner)), 4)
+
+
+def _pair_down(shape: Shape) -> Tile:
+    # All columns of a piece are full, where they can be.
+    depth = next((size for size in (256, 128, 64) if shape.inner % size == 0), _power_of_two(shape.inner))
+    return Tile(64 if INTERPRETED else 4, depth, 8)
+
+
 def _experts_up(shape: Shape) -> Tile:
-    return Tile(64, _depth(shape), 4, 3) if shape.height > 32 else Tile(32, _depth(shape), 4, 4)
+    if shape.height > 32:
+        return Tile(64, min(64, _depth(shape)), 4, 3)
+    return Tile(32, _depth(shape), 4, 4)
 
 
 def _experts_down(shape: Shape) -> Tile:
-    return Tile(64, _depth(shape), 4, 4) if shape.height > 32 else Tile(32, _depth(shape), 4, 4)
+    if shape.height > 32:
+        return Tile(128, min(64, _depth(shape)), 4, 3)
+    return Tile(32, _depth(shape), 4, 4)
 
 
 def _grouped_up(shape: Shape) -> Tile:
@@ -143,6 +172,9 @@ _RULES = {
     "gemv": _gemv,
     "gemm": _gemm,
     "gemm_parts": _gemm_parts,
+    "router": _router,
+    "pair_up": _pair_up,
+    "pair_down": _pair_down,
     "experts_up": _experts_up,
     "experts_down": _experts_down,
     "grouped_up": _grouped_up,

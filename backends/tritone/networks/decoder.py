@@ -185,7 +185,7 @@ class Decoder:
         assert self.embedding is not None, "the rows of this decoder come from outside"
         if not isinstance(tokens, Tensor):
             tokens = on_device(tokens, torch.int64, self.device)
-        return self.embedding[tokens.to(self.device, torch.int64)]
+        return self.embedding[tokens.to(self.device, torch.int64, non_blocking=True)]
 
     @torch.inference_mode()
     def forward(

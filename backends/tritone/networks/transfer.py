@@ -1,4 +1,4 @@
-"""Values of the host on their way to a device: nobody waits for the copy."""
+"""Values on their way to a device, and back: nobody waits for the copy."""
 
 from __future__ import annotations
 
@@ -25,3 +25,9 @@ def array_on_device(array: Array, device: torch.device) -> Tensor:
     """The same for a contiguous array of numbers, of its dtype."""
     made = torch.from_numpy(array)
     return (made.pin_memory() if device.type == "cuda" else made).to(device, non_blocking=True)
+
+
+def begun_on_host(values: Tensor) -> Tensor:
+    """A copy on the host, of the same dtype. It is there when anything that is launched after it is done."""
+    made = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
+    return made.copy_(values, non_blocking=True)

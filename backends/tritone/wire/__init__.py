@@ -11,6 +11,7 @@ from tritone.wire.channel import (
     listen,
 )
 from tritone.wire.framing import decode, encode
+from tritone.wire.lane import Lane, Outbox
 from tritone.wire.messages import (
     AnyMessage,
     Cancel,
@@ -58,11 +59,13 @@ __all__ = [
     "Failed",
     "Finished",
     "Hello",
+    "Lane",
     "LoadFailed",
     "Loading",
     "Message",
     "Open",
     "Opened",
+    "Outbox",
     "Piece",
     "Pieces",
     "Ping",

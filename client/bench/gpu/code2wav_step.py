@@ -72,7 +72,8 @@ def is_same(waves: GraphWaves, rows: int, frames: int) -> bool:
 
 def quiet(decoder: WaveformDecoder) -> WaveformDecoder:
     """Random weights make sound far beyond its bounds, which would hide how far it is from the right one."""
-    decoder.leave.weight.mul_(1e-3)
+    with torch.inference_mode():
+        decoder.leave.weight.mul_(1e-3)
     return decoder
 
 

@@ -101,6 +101,11 @@ class Run:
     def kept(self) -> KeptServers:
         return KeptServers(self.out / "servers")
 
+    def python_of(self, side: str) -> str | None:
+        """The interpreter of a side's engines, whose torch counts; None: this one."""
+        python: str | None = self.args.engine_python if side == OURS else self.args.peer_python
+        return python
+
     @contextmanager
     def served(self, side: str, keep: bool = False) -> Iterator[Served]:
         """The server of one side while it is measured; one that runs already, if there is one."""
@@ -162,7 +167,8 @@ def measure_levels(run: Run) -> int:
         if missing:
             with run.served(side) as served:
                 for concurrency in missing:
-                    made = asyncio.run(levels.measure(served, run.workload, concurrency, run.words))
+                    one = levels.measure(served, run.workload, concurrency, run.words, run.python_of(side))
+                    made = asyncio.run(one)
                     kept.write(side, concurrency, made)
                     print(f"{side}: concurrency {concurrency} measured", flush=True)
     return report(run)
@@ -213,7 +219,8 @@ def measure_ways(run: Run) -> int:
             with our_server(start, kept.folder / "servers", run.args.start_s) as served:
                 print(f"{kept.name}: ready after {served.start_s:.0f} s", flush=True)
                 for concurrency in missing:
-                    made = asyncio.run(levels.measure(served, run.workload, concurrency, run.words))
+                    one = levels.measure(served, run.workload, concurrency, run.words, run.python_of(OURS))
+                    made = asyncio.run(one)
                     kept.levels.write(OURS, concurrency, made)
         except RuntimeError as error:
             if not isinstance(error, NotReady):  # with more time it may be

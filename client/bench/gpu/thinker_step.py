@@ -280,9 +280,8 @@ def tiles(model: Model, program: type[Any], sizes: list[int]) -> None:
             found: list[tuple[float, Tile]] = []
             for width, depth, warps, stages in itertools.product((32, 64, 128), (64, 128), (4, 8), (3, 4)):
                 splits = (1, 2, 4) if kind == "gemm_parts" else (1,)
-                at_a_time = (0, 16) if kind == "experts_up" and shape.height > 16 else (0,)
-                for split, some in itertools.product(splits, at_a_time):
-                    tile = Tile(width, min(depth, rule.depth), warps, stages, split, some)
+                for split in splits:
+                    tile = Tile(width, min(depth, rule.depth), warps, stages, split)
                     MEASURED[shape] = tile
                     try:
                         steps = model.steps(program, rows)

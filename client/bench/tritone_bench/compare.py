@@ -179,12 +179,23 @@ def _differences(a: Document, b: Document) -> list[str]:
         "the processor": (a.environment.cpu, b.environment.cpu),
         "the number of cores": (a.environment.num_cores, b.environment.num_cores),
         "versions": (a.environment.versions, b.environment.versions),
+        "the commit": (a.environment.commit, b.environment.commit),
+        "the GPUs": (_gpus(a), _gpus(b)),
+        "torch": (a.environment.torch, b.environment.torch),
+        "triton": (a.environment.triton, b.environment.triton),
         "load average at the start": (
             f"{a.environment.load_average:.1f}",
             f"{b.environment.load_average:.1f}",
         ),
     }
     return [f"{what}: {of_a} and {of_b}" for what, (of_a, of_b) in pairs.items() if of_a != of_b]
+
+
+def _gpus(document: Document) -> str:
+    gpus, driver = document.environment.gpus, document.environment.driver
+    if gpus is None:
+        return "not noted"
+    return f"{', '.join(gpu.name for gpu in gpus)}, driver {driver}" if gpus else "none"
 
 
 def _asked(document: Document) -> str:

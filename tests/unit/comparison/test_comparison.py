@@ -101,6 +101,9 @@ class TestPeer:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr("tritone_bench.page.NEEDED", ("no_such_package",))  # as on a bare GPU machine
+        monkeypatch.setattr(
+            "tritone_bench.environment._engine_versions", lambda python: [f"of {python}", None]
+        )
         words = ["--out", str(tmp_path), "--tiny", "--only", "peer", "--peer-python", peer_python]
         assert end_to_end.main(["levels", *words, "--concurrency", "1,2"]) == 0
         printed = capsys.readouterr().out
@@ -108,6 +111,7 @@ class TestPeer:
         run = levels.Levels(tmp_path).read(PEER)[2]
         assert run.levels[0].num_requests == 2 and run.levels[0].num_errors == 0
         assert run.levels[0].measure("audio", "ttfp_s") is not None
+        assert run.environment.torch == f"of {peer_python}", "its engines' versions count"
         both = {OURS: {2: run}, PEER: {2: run}}
         ratio = tables.pages(both).strip().splitlines()[-1].split("|")[1:-1]
         assert [cell.strip() for cell in ratio] == ["2", "1.00", "1.00", "1.00", "1.00", "1.00"]

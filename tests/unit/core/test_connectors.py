@@ -433,7 +433,7 @@ def test_a_peer_that_does_not_read_holds_up_neither_its_producer_nor_other_peers
 
 
 def test_a_peer_that_never_reads_again_is_lost(make_end, monkeypatch):
-    monkeypatch.setattr(wire, "SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tritone.wire.lane.SEND_TIMEOUT_S", 0.05)
     giver, deaf = make_end("giver"), make_end()
     deaf.is_reading.clear()
     for number in range(40):

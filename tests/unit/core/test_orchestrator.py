@@ -1442,7 +1442,7 @@ class Chain(Bench):
     def __init__(self, **settings):
         super().__init__(**settings)
         self.loops, self.chunks = {}, {}  # by session: the frames of each chunk that was sung
-        self._addresses, self._voice, self._turn = {}, echo.Wave(None, None), threading.Lock()
+        self._hosts, self._voice, self._turn = {}, echo.Wave(None, None), threading.Lock()
         for stage in ("writer", "singer"):
             address = f"tritone-test/{uuid.uuid4().hex}"
             host = Host(address, wire.listen(address))
@@ -1450,7 +1450,7 @@ class Chain(Bench):
             host.serve()
             host.become(wire.Ready(0.0), loops)
             self.loops.update(loops)
-            self._addresses[stage] = address
+            self._hosts[stage] = address, host
 
     def _engine_stage(self, stage, request):
         call = control.decode(request.tensors["control"])
@@ -1466,10 +1466,10 @@ class Chain(Bench):
             routes=call.routes,
             whole=call.whole,
         )
-        answers, loop = queue.Queue(), self.loops[f"echo_{stage}"]
-        loop.post(lambda: loop.open(message, answers.put))
+        answers, (address, host) = queue.Queue(), self._hosts[stage]
+        host.open(message, answers.put)
         assert isinstance(answers.get(timeout=PATIENCE_S), wire.Opened)
-        return self._reply({"endpoint": self._addresses[stage]})
+        return self._reply({"endpoint": address})
 
     def _wave(self, request):
         call = control.decode(request.tensors["control"])

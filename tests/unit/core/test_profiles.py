@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import yaml
 
 from tritone import deploy as deploys
 from tritone import gpus, memory_plan, pbtxt, pipelines
+from tritone.engines.memory import Term
 from tritone.errors import ConfigError
+from tritone.finding import Level
 from tritone.memory_plan import GIB, Place
 from tritone.profile_file import read_profile
+from tritone.room import check_memory
 from tritone.serve import load_pipelines
 
 ECHO = Path(__file__).parents[2] / "pipelines" / "echo.py"
@@ -104,7 +108,7 @@ class TestInTheBox:
         return deploys.load(OMNI, [f"checkpoint={checkpoint}", *dummy, *overrides], name)
 
     def test_names(self) -> None:
-        names = ["dummy_one_h200", "one_h200", "one_h200_together", "two_gpus"]
+        names = ["dummy_one_h200", "one_h200", "one_h200_together", "one_h200_vllm", "two_gpus"]
         assert list(pipelines.profiles("qwen3_omni")) == names
         assert pipelines.profiles("fake") == {}
 
@@ -136,6 +140,54 @@ class TestInTheBox:
             memory_plan.plan([deploy], [H200], RAM).needed_bytes("gpu:0") for deploy in (apart, together)
         ]
         assert needed[0] - needed[1] == 2 * memory_plan.CONTEXT_BYTES
+
+    def test_vllm_differs_in_the_thinker_alone(self, real: Path) -> None:
+        torch, vllm = (self.load(name, real) for name in ("one_h200", "one_h200_vllm"))
+        assert {name for name in torch.stages if torch.stage(name) != vllm.stage(name)} == {"thinker"}
+        thinker = vllm.stage("thinker")
+        assert thinker.engine == "vllm" and thinker.options.max_slots == torch.max_in_flight
+        # It has room for half of all sessions with a full context, beside weights and what passes take.
+        [share] = [term for term in self.terms(vllm) if term.holds]
+        weights, context = share.holds
+        assert weights.num_bytes == 30_532_646_912 * 2 and context.num_bytes == 48 * 2 * 4 * 6144 * 128 * 2
+        assert share.num_bytes - weights.num_bytes - 8 * GIB > 32 * context.num_bytes
+
+    def terms(self, deploy: deploys.Deploy) -> list[Term]:
+        plan = memory_plan.plan([deploy], [H200], RAM)
+        return [term for share in plan.shares for term in share.terms]
+
+    @pytest.mark.parametrize(
+        ("setting", "needed"),
+        [
+            ("gpu_memory_utilization=0.4", "57.4 GiB .* 56.9 GiB of weights and 576 MiB of KV cache of one"),
+            ("cpu_offload_gb=20", ""),
+        ],
+    )
+    def test_a_share_in_which_vllm_cannot_start_is_refused(
+        self, real: Path, setting: str, needed: str
+    ) -> None:
+        args = [
+            f"stage.thinker.engine.engine_args.{text}" for text in ("gpu_memory_utilization=0.4", setting)
+        ]
+        plan = memory_plan.plan([self.load("one_h200_vllm", real, *args)], [H200], RAM)
+        problems = [finding for finding in check_memory(plan) if finding.level is Level.PROBLEM]
+        if not needed:
+            assert problems == [], "nothing says what lies on the GPU"
+            return
+        [problem] = problems
+        assert re.search(f"thinker has 55.9 GiB of gpu:0 .* {needed} context$", problem.what)
+        assert problem.cure.startswith("raise gpu_memory_utilization, lower max_context_tokens, or name more")
+        assert any("- weights" in line for line in problem.detail)
+        with pytest.raises(ConfigError, match="must fit into that"):
+            plan.require_fit()
+
+    def test_vllm_over_two_gpus_needs_half_on_each(self, real: Path) -> None:
+        half = "stage.thinker.engine.engine_args.gpu_memory_utilization=0.3"
+        deploy = self.load("one_h200_vllm", real, half, "stage.thinker.device=[gpu:0, gpu:1]")
+        plan = memory_plan.plan([deploy], [H200, H200], RAM)
+        assert plan.too_narrow() == []
+        shares = [term for share in plan.shares for term in share.terms if term.holds]
+        assert [term.held_bytes for term in shares] == [30_532_646_912 + 48 * 2 * 4 * 6144 * 128] * 2
 
     def test_two_gpus_has_speech_on_the_second(self, real: Path) -> None:
         deploy = self.load("two_gpus", real)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import uuid
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from tritone import wire
 from tritone.connectors.base import Budget, Connector, Delivery, Key
 from tritone.engines.base import BatchEngine, Delta, Engine
 from tritone.engines.batch_loop import BatchLoop
+from tritone.engines.host import Host
 from tritone.engines.stage_loop import StageLoop
 from tritone.errors import EngineLost, TritoneError, Unavailable
 from tritone.otlp import OtlpTracer, Readable
+from waiting import PATIENCE_S, wait_until
 
 INBOX, NEXT = "an inbox", "the next stage"
 
@@ -26,11 +29,8 @@ class Inboxes:
     def __init__(self):
         self.sent = []
 
-    def ensure(self, address):
-        assert address == INBOX
-
     def send(self, address, message):
-        self.ensure(address)
+        assert address == INBOX
         self.sent.append(message)
 
 
@@ -114,16 +114,17 @@ class Notes(Engine):
 class Stage:
     """A loop that turns when the test says so."""
 
-    def __init__(self, **connector_settings):
-        self.engine, self.inboxes, self.hand = Notes(), Inboxes(), Hand(**connector_settings)
+    def __init__(self, inboxes=None, **connector_settings):
+        self.engine, self.hand = Notes(), Hand(**connector_settings)
+        self.inboxes = Inboxes() if inboxes is None else inboxes
         self.exporter = InMemorySpanExporter()
         self.tracer = OtlpTracer(SimpleSpanProcessor(Readable(self.exporter, Resource({}))), Resource({}))
         self.loop = StageLoop("m", self.engine, self.inboxes, self.hand, 60.0, self.tracer)
         self.answers = []
 
-    def open(self, session="s", sources=1, whole=False, trace=None):
-        routes = [wire.Route(NEXT, "n", {"rows": "in"}), wire.Route(INBOX, "", {"text": "text"})]
-        message = wire.Open(1, "m", session, INBOX, {}, sources, {}, routes, whole, trace or {})
+    def open(self, session="s", sources=1, whole=False, trace=None, inbox=INBOX):
+        routes = [wire.Route(NEXT, "n", {"rows": "in"}), wire.Route(inbox, "", {"text": "text"})]
+        message = wire.Open(1, "m", session, inbox, {}, sources, {}, routes, whole, trace or {})
         self.loop.open(message, self.answers.append)
 
     def comes(self, session, *chunks):
@@ -428,6 +429,86 @@ def test_the_figures_of_the_connector_are_among_those_of_the_stage(stage):
     stage.turn()
     stats = stage.loop.stats()
     assert (stats["sessions"], stats["active"], stats["connector_late"]) == (1, 0, 7)
+
+
+# -- inboxes at sockets ------------------------------------------------------------------------------------
+
+
+class Mailbox:
+    """An inbox that reads when the test says so."""
+
+    def __init__(self):
+        self.address = f"tritone-test/{uuid.uuid4().hex}"
+        self._server = wire.listen(self.address)
+
+    def accept(self):
+        self._channel = wire.accept(self._server)
+        assert isinstance(self._channel.receive(), wire.Hello)
+
+    def read(self):
+        assert self._channel.wait_readable(PATIENCE_S), "nothing came"
+        return self._channel.receive()
+
+    def read_to_the_end(self):
+        """The texts of the pieces, and what is not a piece."""
+        texts = []
+        while isinstance(message := self.read(), wire.Piece):
+            assert message.number == len(texts)
+            texts.append(message.values.get("text"))
+        return texts, message
+
+    def close(self):
+        self._channel.close()
+        self._server.close()
+
+
+@pytest.fixture
+def two_inboxes():
+    """A stage with session `s` of an inbox that does not read, and `t` of another; both inboxes."""
+    host, deaf, other = Host("tritone-test/engine", None), Mailbox(), Mailbox()
+    stage = Stage(host.peers)
+    host._loops = {"m": stage.loop}  # which turns when the test says so
+    for session, inbox in (("s", deaf), ("t", other)):
+        host.peers.ensure(inbox.address)
+        inbox.accept()
+        stage.open(session, inbox=inbox.address)
+    yield stage, deaf, other
+    for inbox in (deaf, other):
+        inbox.close()
+
+
+def steps_for_both(stage, other):
+    """Far more than a socket holds, of which the other inbox has its part at once; the texts."""
+    texts = [f"{number:20000}" for number in range(40)]
+    for number, text in enumerate(texts):
+        stage.makes(Delta("s", {"text": text}), Delta("t", {"text": number}))
+        assert other.read().values == {"text": number}
+    return texts
+
+
+def test_an_inbox_that_does_not_read_holds_up_no_step_and_gets_everything_in_order(two_inboxes):
+    stage, deaf, other = two_inboxes
+    texts = steps_for_both(stage, other)
+    stage.makes(Delta("s", {}, "stop"))
+    outbox = stage.inboxes._outboxes[deaf.address]
+    assert outbox.waiting_bytes > 400_000
+    told, end = deaf.read_to_the_end()
+    assert told == [*texts, None] and isinstance(end, wire.Finished)
+    wait_until(lambda: outbox.waiting_bytes == 0)
+
+
+@pytest.mark.parametrize("limit", ["wire.lane.SEND_TIMEOUT_S", "engines.peers.MOST_WAITING_BYTES"])
+def test_an_inbox_that_does_not_read_for_too_long_loses_its_own_sessions(two_inboxes, monkeypatch, limit):
+    monkeypatch.setattr(f"tritone.{limit}", 0.05 if "TIMEOUT" in limit else 100_000)
+    stage, deaf, other = two_inboxes
+    texts = steps_for_both(stage, other)
+    wait_until(lambda: stage.turn() or stage.loop.stats()["sessions"] == 1)
+    stage.makes(Delta("s", {"text": "for nobody"}), Delta("t", {"text": "and on"}))
+    assert other.read().values == {"text": "and on"}
+    told, failure = deaf.read_to_the_end()
+    assert told == texts[: len(told)], "what was sent before comes first, and in order"
+    assert (failure.session, failure.code) == ("s", "UNAVAILABLE") and "does not read" in failure.what
+    assert ("cleanup", "s") in stage.hand.calls and ("s", "abort") in stage.engine.told
 
 
 # -- when what happened ------------------------------------------------------------------------------------

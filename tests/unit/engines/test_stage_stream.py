@@ -117,7 +117,7 @@ def urgencies(tmp_path: Path, stages: dict[str, Any], together: tuple[str, ...],
     file = tmp_path / "deploy.yaml"
     file.write_text(yaml.safe_dump({"pipeline": str(ECHO), "stages": stages}))
     deploy = deploys.load(file)
-    peers = Peers("tritone-test/nobody", lambda address: None)
+    peers = Peers("tritone-test/nobody", lambda address: None, lambda address: None)
     loops = host.build_loops(deploy, together, "cuda:0", peers, num_gpus=gpus)
     return [loop._stream._urgency for loop in loops.values()]
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,7 +67,9 @@ def word(value: int) -> int:
     return low - (1 << 32) if low >= 1 << 31 else low
 
 
-def test_a_frame_draws_what_the_sampler_draws(noise, device, drawing, asked):
+@pytest.mark.parametrize("top_k, top_p", [(20, 0.8), (V, 0.02), (3, 1.0)])
+def test_a_frame_draws_what_the_sampler_draws(noise, device, drawing, asked, top_k, top_p):
+    drawing = replace(drawing, residual_top_k=top_k, residual_top_p=top_p)
     draws = Draws(drawing, ROWS, Products(1e-6))
     text, tables = noise(ROWS, H), [noise(V, H) for _ in range(CODEBOOKS)]
     drawing.spoken.copy_(noise(SLOTS, H))
@@ -95,7 +99,8 @@ def test_a_frame_draws_what_the_sampler_draws(noise, device, drawing, asked):
     for codebook in range(1, CODEBOOKS):
         later = [
             sampler.Row(
-                Sampling(temperature=float(s.temperature > 0), top_k=20, top_p=0.8, seed=s.seed), DRAWS[i] + 1
+                Sampling(temperature=float(s.temperature > 0), top_k=top_k, top_p=top_p, seed=s.seed),
+                DRAWS[i] + 1,
             )
             for i, s in enumerate(SETTINGS)
         ]

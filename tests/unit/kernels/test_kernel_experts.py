@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 from tritone.kernels.experts import Experts, paired_rows
 from tritone.kernels.products import Partials, Products
-from tritone.kernels.tiles import MEASURED, Shape, Tile, height
 from tritone.networks.layer_weights import ExpertWeights
 
 EPS, EXPERTS, CHOSEN, HIDDEN, INNER, PIECES = 1e-6, 24, 2, 48, 20, 1
@@ -52,28 +51,45 @@ def test_rows_are_sums_over_their_experts(noise, rows, shared):
     torch.testing.assert_close(made, expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("rows", [20, 60])
-def test_experts_with_those_rows_alone_that_chose_them_give_the_same(noise, monkeypatch, rows):
-    """Some experts are chosen by more rows than go at a time."""
-    crowded = noise(EXPERTS, HIDDEN)
-    crowded[1:3] += 0.5
+def test_what_others_choose_changes_no_bit_of_a_row(noise):
     weights = ExpertWeights(
-        crowded,
+        noise(EXPERTS, HIDDEN),
         noise(EXPERTS + PIECES, 2 * INNER, HIDDEN, scale=HIDDEN**-0.5),
         noise(EXPERTS + PIECES, HIDDEN, INNER, scale=INNER**-0.5),
         noise(1, HIDDEN),
         CHOSEN,
         renormalise=True,
     )
-    x, norm = noise(rows, HIDDEN), noise(HIDDEN)
-    sums = []
-    for tile in (Tile(32, 64, 4, 3), Tile(32, 64, 4, 3, rows=16)):
-        shape = Shape("experts_up", height("experts_up", rows), HIDDEN, INNER)
-        monkeypatch.setitem(MEASURED, shape, tile)
-        left = Experts(weights, rows, Products(EPS))(x.clone(), norm, weights, None)
-        sums.append(left.values[: left.count].sum(0))
-    torch.testing.assert_close(sums[1], sums[0], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(sums[1].double(), output(x, norm, weights), atol=2e-5, rtol=2e-5)
+    x, norm = noise(2 * PAIRED_ROWS, HIDDEN), noise(HIDDEN)
+    experts, sums = Experts(weights, len(x), Products(EPS)), []
+    for others in (x, -x):
+        rows = torch.cat([x[:1], others[1:]])
+        left = experts(rows, norm, weights, None)
+        parts = left.values[: left.count].reshape(left.count, -1, HIDDEN)
+        sums.append((rows[0], parts[:, 0].clone()))
+    for one, other in zip(*sums, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_row_that_is_no_number_stays_one_alone(noise):
+    weights = ExpertWeights(
+        noise(EXPERTS, HIDDEN),
+        noise(EXPERTS, 2 * INNER, HIDDEN, scale=HIDDEN**-0.5),
+        noise(EXPERTS, HIDDEN, INNER, scale=INNER**-0.5),
+        None,
+        CHOSEN,
+        renormalise=True,
+    )
+    norm = noise(HIDDEN)
+    for count in (PAIRED_ROWS, PAIRED_ROWS + 1):
+        x = noise(count, HIDDEN)
+        right = x.double() + output(x, norm, weights)
+        x[1] = float("nan")
+        left = Experts(weights, count, Products(EPS))(x, norm, weights, None)
+        made = x if left is None else x + left.values[: left.count].reshape(left.count, *x.shape).sum(0)
+        assert made[1].isnan().all()
+        good = [row for row in range(count) if row != 1]
+        torch.testing.assert_close(made[good].double(), right[good], atol=2e-5, rtol=2e-5)
 
 
 def test_pairs_go_by_themselves_while_hardly_an_expert_is_read_twice():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import time
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 from fake_machine import FAKE_MPS, write_deploy, write_file
 
+from tritone import cli, commands, guard, mps, serve
 from tritone import deploy as deploys
-from tritone import guard, mps, serve
 from tritone.engine_process import EngineSpec
 from tritone.errors import ConfigError
 from tritone.guard import Run
@@ -116,6 +117,21 @@ def test_it_is_refused_without_a_gpu_or_the_program(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match="nvidia-cuda-mps-control is not on PATH"):
         mps.is_wanted([deploy])
     assert not mps.is_wanted([deploys.load(write_deploy(tmp_path / "c") / "deploy.yaml")])
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_is_rendered_says_who_heeds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wanted: bool
+) -> None:
+    monkeypatch.setattr(commands, "_require_fit", lambda deploy: None)  # wherever this runs
+    folder = write_deploy(tmp_path / "a", mps=wanted, stages={"singer": {"device": "gpu:0"}})
+    parser = argparse.ArgumentParser()
+    cli.add_commands(parser.add_subparsers())
+    args = parser.parse_args(["render", str(folder)])
+    assert args.run(args) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == wanted
+    assert all("mps: true, which `tritone serve` alone heeds" in line for line in warnings)
 
 
 def test_urgent_stages_go_first(tmp_path: Path) -> None:

@@ -130,8 +130,11 @@ class TestDocker:
         assert f"`TRITON_RELEASE` (default {release})" in (DOCKER / "README.md").read_text()
 
     def test_extras_exist(self) -> None:
-        [extras] = re.findall(r"'\.\[([\w,-]+)\]'", self.text)
-        assert set(extras.split(",")) <= set(EXTRAS)
+        always, plans = re.findall(r"'\.\[([\w,-]+)\]'", self.text)
+        assert set(always.split(",")) <= set(EXTRAS) and plans in EXTRAS
+        # An argument is known below its line alone, and below the base image's.
+        before = self.text.partition("${PLANS}")[0]
+        assert before.index("\nFROM ") < before.index("\nARG PLANS=")
 
     def test_compose(self) -> None:
         service = compose()["tritone"]

@@ -118,6 +118,36 @@ def test_a_frame_is_launched_before_the_last_one_is_told(make_graphs: MakeTalker
     assert "".join(order) == "LLtLtLtLtt"
 
 
+def test_a_step_waits_for_one_copy(make_graphs: MakeTalker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step looks at a value, or sends one from ordinary memory: each would wait for all before it."""
+    talker = make_graphs(prefill_chunk_tokens=8)
+    talker.push(start(talker, "running", max_tokens=50, min_tokens=50).id, told(talker), last=True)
+    answers = run(talker, steps=5)
+    told_before = len(answers["running"].frames)
+    for graphs in (talker._frames, talker._prompts):
+        graphs._replays = dict.fromkeys(graphs._replays, lambda: None)  # what is launched is the device's
+    start(talker, "long")
+
+    def seen(tensor: torch.Tensor, *_: Any) -> None:
+        pytest.fail("the host looked at a value")
+
+    to = torch.Tensor.to
+
+    def sent(tensor: torch.Tensor, *given: Any, non_blocking: bool = False, **more: Any) -> torch.Tensor:
+        assert non_blocking or not any(
+            isinstance(what, torch.device | str) for what in (*given, *more.values())
+        )
+        return to(tensor, *given, non_blocking=non_blocking, **more)
+
+    with monkeypatch.context() as patch:
+        for look in ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "cpu"):
+            patch.setattr(torch.Tensor, look, seen)
+        patch.setattr(torch.Tensor, "to", sent)
+        talker.push("long", told(talker, media=20), last=True)
+        run(talker, answers, steps=10)
+    assert answers["long"].frames and len(answers["running"].frames) == told_before + 10
+
+
 def test_a_frame_still_waits_for_its_word(make_graphs: MakeTalker) -> None:
     talker = make_graphs(overlap=True)
     outputs = told(talker, words=3)

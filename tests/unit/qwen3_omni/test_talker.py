@@ -198,6 +198,36 @@ def test_short_prompts_are_read_together_and_within_the_limit(make_talker: MakeT
     assert_nothing_left(talker)
 
 
+def test_running_sessions_keep_their_pace_while_a_prompt_is_read(
+    make_talker: MakeTalker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talker = make_talker(prefill_chunk_tokens=8)
+    start(talker, "running", max_tokens=100, min_tokens=100)
+    talker.push("running", told(talker), last=True)
+    answers = run(talker, steps=5)
+    spoken = len(answers["running"].frames)
+    assert spoken > 0
+    pieces: list[tuple[int, int]] = []
+    rows = talker._inputs.rows
+
+    def noted(prompt: Any, first: int, end: int) -> torch.Tensor:
+        pieces.append((first, end))
+        return rows(prompt, first, end)
+
+    monkeypatch.setattr(talker._inputs, "rows", noted)
+    start(talker, "long")
+    talker.push("long", told(talker, media=200), last=True)
+    assert pieces == [], "nothing is computed before its turn"
+    steps = 0
+    while "long" not in answers:
+        run(talker, answers, steps=1)
+        steps += 1
+    assert steps > 25 and len(answers["running"].frames) == spoken + steps
+    ends = [end for _, end in pieces]
+    assert [first for first, _ in pieces] == [0, *ends[:-1]]
+    assert {end - first for first, end in pieces[:-1]} == {8}
+
+
 # -- codes are a request's own ------------------------------------------------------------------------------
 
 

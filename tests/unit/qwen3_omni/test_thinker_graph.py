@@ -160,6 +160,14 @@ def test_pieces_with_media_run_eagerly_and_the_others_as_graphs(
             return ran(rows, spans, *rest)
 
         monkeypatch.setattr(thinker._prompts, name, noted)
+    read_more = thinker._read_more_than_text
+
+    def watched(*given: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("a step waits for a piece"))
+            read_more(*given)
+
+    monkeypatch.setattr(thinker, "_read_more_than_text", watched)
     words = "one two three four five six seven eight nine ten " * 5
     session = ask(thinker, "x", words, "<image>", "Hi", media={"image": [picture(9)]}, max_tokens=2)
     run(thinker)

@@ -25,6 +25,7 @@ from tritonclient.grpc import model_config_pb2 as pb  # noqa: E402
 
 from tritone import server as servers  # noqa: E402
 from tritone.checkpoint import checkpoint_dir  # noqa: E402
+from tritone.deploy import Chunks  # noqa: E402
 from tritone.engines.base import Chunk, Placement  # noqa: E402
 from tritone.engines.memory import Ground  # noqa: E402
 from tritone.errors import ConfigError  # noqa: E402
@@ -347,6 +348,14 @@ def test_passes_of_a_plan_keep_the_pool(engine, exported, whole, monkeypatch):
     stand_in = StandIn(engine._waves._session, 4, 16)
     buckets = Buckets.of(8, (4, 8, 16)).up_to(4)
     waves = TensorrtWaves(stand_in, plans.codec_config(exported), buckets, 7, "cpu")
+    planned = {
+        term.name: term.num_bytes
+        for term in TensorrtCode2Wav.memory(
+            Ground("code2wav", exported, on_gpu=True), ExportedOptions(max_streams=7)
+        )
+    }
+    assert planned["stream states"] == waves._pool["memory"].nbytes
+    assert planned["static buffers"] >= sum(tensor.nbytes for tensor in waves._flat.values())
     frames = [random_frames(length, seed) for seed, length in enumerate((30, 9, 41, 3, 22, 17, 26, 12))]
     heard = {number: [] for number in range(len(frames))}
     for numbers in ((0, 1, 2, 3, 4, 5, 6), (7,)):  # the last one in a slot that another had
@@ -394,6 +403,28 @@ def test_a_model_of_tritons_own_backend(checkpoint):
     }
 
 
+def test_callers_of_that_model_pad_to_the_sizes_that_a_deploy_file_cuts(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "deploy").mkdir()
+    text = "pipeline: qwen3_omni\nchunks: {initial_codec_chunk_frames: 2, codec_chunk_frames: 12}\n"
+    (tmp_path / "deploy" / "deploy.yaml").write_text(text)
+    (tmp_path / "growing.yaml").write_text("chunks: {codec_chunk_growth: 3}\n")
+    made = tmp_path / "model.plan"
+    made.write_bytes(b"a plan")
+    monkeypatch.setattr(plans, "write_onnx", lambda *_: None)
+    monkeypatch.setattr(plans, "write_plan", lambda *_: made)
+
+    def published(*words):
+        assert plans.main(["--checkpoint", str(checkpoint), "--model", str(tmp_path / "c2w"), *words]) == 0
+        config = text_format.Parse((tmp_path / "c2w" / "config.pbtxt").read_text(), pb.ModelConfig())
+        return config.parameters["chunk_frames"].string_value
+
+    own = ["--deploy", str(tmp_path / "deploy")]
+    assert published() == "4,8,16,25", "what the deploy.yaml in the box says"
+    assert published(*own) == "2,12"
+    assert published(*own, "--profile", str(tmp_path / "growing.yaml")) == "2,6,12"
+    assert published(*own, "--max-frames", "8") == "2,8"
+
+
 @pytest.mark.server
 def test_a_real_server_lacks_nothing_but_the_backend_for_that_model(checkpoint, tmp_path):
     try:
@@ -432,7 +463,7 @@ def test_tensorrt_for_rtx_builds_plans_without_a_gpu(exported, tmp_path, capsys)
     plan = plans.write_plan(folder, "sm89", max_rows=4, max_frames=25)
     assert plan.name == f"code2wav.sm89.{library.__name__}-{library.__version__}.plan"
     assert plan.stat().st_size > 10_000
-    plans.write_model(folder, plan, tmp_path / "c2w_native", 4, 25)
+    plans.write_model(folder, plan, tmp_path / "c2w_native", 4, 25, Chunks())
     config = text_format.Parse((tmp_path / "c2w_native" / "config.pbtxt").read_text(), pb.ModelConfig())
     memory = next(state for state in config.sequence_batching.state if state.input_name == "memory")
     session = onnxruntime.InferenceSession(plan_files.onnx_file(exported))

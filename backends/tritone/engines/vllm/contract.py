@@ -1,7 +1,9 @@
 """Every part of vLLM that is touched here, by name, so that an upgrade fails at once and says at what.
 
 The first list is documented for users of vLLM; the second is not, and may change with any release. Nothing
-else of vLLM is used: a test reads our sources and compares.
+else of vLLM is used: a test reads our sources and compares what they import, the settings they name, and
+every name behind a dot that is neither ours nor Python's, numpy's or torch's. What source does not tell, as
+the type of an object, is held by the tests that run it.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tritone.errors import ConfigError
 
@@ -23,13 +27,25 @@ class Part:
     """An object of vLLM, and what must be in it."""
 
     module: str
-    name: str
+    name: str  # in it, with dots for what is inside something
     attributes: tuple[str, ...] = ()  # of the class; a field of a dataclass or named tuple counts
     parameters: tuple[str, ...] = ()  # of the call
     mentions: tuple[str, ...] = ()  # words of its module: names that exist only while it runs
 
 
-PUBLIC = (
+@dataclass(frozen=True)
+class Setting:
+    """A variable of the environment that vLLM reads."""
+
+    name: str
+
+
+Touched: TypeAlias = Part | Setting
+
+PUBLIC: tuple[Touched, ...] = (
+    Setting("VLLM_ENABLE_V1_MULTIPROCESSING"),
+    Setting("VLLM_NO_USAGE_STATS"),
+    Setting("VLLM_LOGGING_LEVEL"),
     Part(
         "vllm.engine.arg_utils",
         "EngineArgs",
@@ -41,6 +57,7 @@ PUBLIC = (
             "max_num_seqs",
             "max_num_batched_tokens",
             "enable_prefix_caching",
+            "load_format",
             "worker_cls",
             "scheduler_cls",
             "additional_config",
@@ -49,9 +66,10 @@ PUBLIC = (
             "mm_processor_cache_gb",
             "skip_mm_profiling",
             "disable_log_stats",
-            "block_size",
-            "num_gpu_blocks_override",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "speculative_config",
         ),
     ),
     Part(
@@ -90,6 +108,7 @@ PUBLIC = (
     ),
     Part("vllm.inputs", "tokens_input", parameters=("prompt_token_ids",)),
     Part("vllm.multimodal.inputs", "MultiModalFieldConfig", ("batched",)),
+    Part("vllm.multimodal.inputs", "MultiModalFieldConfig.batched", parameters=("keep_on_cpu",)),
     Part("vllm.multimodal.inputs", "MultiModalKwargsItems", ("from_hf_inputs",)),
     Part("vllm.multimodal.inputs", "PlaceholderRange", ("offset", "length")),
     Part(
@@ -103,11 +122,22 @@ PUBLIC = (
         "BaseMultiModalProcessor",
         ("_get_mm_fields_config", "_get_prompt_updates"),
     ),
-    Part("vllm.multimodal.registry", "MultiModalRegistry", ("register_processor",)),
+    Part("vllm.multimodal", "MULTIMODAL_REGISTRY"),
+    Part("vllm.multimodal", "MULTIMODAL_REGISTRY.register_processor", parameters=("info", "dummy_inputs")),
     Part("vllm.model_executor.models.registry", "ModelRegistry", ("register_model",)),
 )
-INTERNAL = (
-    Part("vllm.v1.worker.gpu_worker", "Worker", ("init_device",), mentions=("model_runner",)),
+INTERNAL: tuple[Touched, ...] = (
+    Setting("VLLM_USE_V2_MODEL_RUNNER"),
+    Part("vllm.config", "VllmConfig", ("additional_config", "scheduler_config", "model_config")),
+    Part("vllm.config", "SchedulerConfig", ("max_num_batched_tokens",)),
+    Part("vllm.config", "ModelConfig", ("dtype",)),
+    Part("vllm.config", "CacheConfig", ("block_size",)),
+    Part(
+        "vllm.v1.worker.gpu_worker",
+        "Worker",
+        ("init_device",),
+        mentions=("self.model_runner", "self.vllm_config"),
+    ),
     Part(
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner",
@@ -152,14 +182,20 @@ INTERNAL = (
     Part("vllm.v1.engine.core", "EngineCore", mentions=("self.scheduler",)),
 )
 EVERYTHING = PUBLIC + INTERNAL
+ON_CPU: tuple[Touched, ...] = (  # by an engine on a CPU alone: a build for GPUs may lack them
+    Setting("VLLM_CPU_KVCACHE_SPACE"),
+    Setting("VLLM_CPU_OMP_THREADS_BIND"),
+    Part("vllm.v1.worker.cpu_worker", "CPUWorker", ("init_device",), mentions=("self.model_runner",)),
+    Part("vllm.engine.arg_utils", "EngineArgs", ("block_size", "num_gpu_blocks_override")),
+)
 
 
-def missing(parts: tuple[Part, ...]) -> list[str]:
+def missing(parts: tuple[Touched, ...]) -> list[str]:
     """What of `parts` the installed vLLM has not."""
     return [name for part in parts for name in _missing(part)]
 
 
-def check(more: tuple[Part, ...] = ()) -> None:
+def check(more: tuple[Touched, ...] = ()) -> None:
     """ConfigError naming the release and what it lacks of EVERYTHING and `more`."""
     import vllm
 
@@ -176,9 +212,13 @@ def _source(module: str) -> str:
     return inspect.getsource(importlib.import_module(module))
 
 
-def _missing(part: Part) -> Iterator[str]:
+def _missing(part: Touched) -> Iterator[str]:
+    if isinstance(part, Setting):
+        known_settings = importlib.import_module("vllm.envs").environment_variables
+        yield from () if part.name in known_settings else (f"setting {part.name}",)
+        return
     try:
-        found = getattr(importlib.import_module(part.module), part.name)
+        found = operator.attrgetter(part.name)(importlib.import_module(part.module))
     except (ImportError, AttributeError):
         yield f"{part.module}.{part.name}"
         return

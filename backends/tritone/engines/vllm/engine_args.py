@@ -111,7 +111,7 @@ def _engine_args(
         raise ConfigError(f"vllm cannot be imported ({fault})", INSTALL) from None
     from tritone.engines.vllm import contract
 
-    contract.check()
+    contract.check(contract.ON_CPU if device == "cpu" else ())
     check_engine_args(engine_args, [field.name for field in dataclasses.fields(EngineArgs)], vllm.__version__)
     place = "cpu" if device == "cpu" else "gpu"
     ours: dict[str, Any] = {

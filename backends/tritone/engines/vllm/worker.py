@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from tritone.engines.vllm.contract import RELEASES
 from tritone.engines.vllm.request import POSITION_UNIT, TappedRows, of_sampling
+from tritone.errors import ConfigError
 
 CONFIG = (
     "tritone"  # our key in vLLM's `additional_config`: {"model": a module that registers it, "layer": int}
@@ -105,6 +108,12 @@ def tapped(worker: type[Any]) -> type[Any]:
             importlib.import_module(ours["model"]).register()
             super().init_device()
             runner = type(self.model_runner)
+            if not issubclass(runner, GPUModelRunner):  # that of a CPU is one, too
+                raise ConfigError(
+                    f"vLLM runs the model with {runner.__module__}.{runner.__name__}, and hidden states are "
+                    f"tapped in {GPUModelRunner.__module__}.{GPUModelRunner.__name__} alone",
+                    f"remove engine_args that choose another runner, or install one of {', '.join(RELEASES)}",
+                )
             self.model_runner.__class__ = type(f"Tapped{runner.__name__}", (TappedRunner, runner), {})
             self.model_runner.tap(ours["layer"])
 

@@ -12,9 +12,11 @@ import importlib
 from typing import Any
 
 from tritone.engines.base import Placement
+from tritone.engines.memory import Ground, Term
 from tritone.errors import ConfigError
 from tritone.networks.waveform_config import WaveformConfig
-from tritone.pipelines.qwen3_omni.code2wav_exported import ExportedCode2Wav
+from tritone.pipelines.qwen3_omni.code2wav_exported import ExportedCode2Wav, ExportedOptions
+from tritone.pipelines.qwen3_omni.memory import tensorrt_code2wav_terms
 from tritone.pipelines.qwen3_omni.plan_files import (
     INPUTS,
     LIBRARIES,
@@ -30,6 +32,10 @@ from tritone.ports import Array
 
 class TensorrtCode2Wav(ExportedCode2Wav):
     """In TensorRT."""
+
+    @classmethod
+    def memory(cls, ground: Ground, options: ExportedOptions) -> list[Term]:
+        return tensorrt_code2wav_terms(ground, options)
 
     @classmethod
     def _open(cls, placement: Placement, config: WaveformConfig, max_streams: int) -> StepWaves:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tritone.kernels.attention import Where
 from tritone.kernels.draws import Drawing, DrawRows, Draws
+from tritone.kernels.launch import Start
 from tritone.kernels.layers import Group, Layers
-from tritone.kernels.products import TWO_ROWS, Products, cleared
+from tritone.kernels.products import FEW_ROWS, MANY_ROWS, TWO_ROWS, Products, cleared
 from tritone.networks.decoder import Decoder
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
 from tritone.pipelines.qwen3_omni.frame import FIRST_CODEBOOK, Codec
@@ -33,11 +34,9 @@ class KernelProgram:
     ) -> None:
         """decoder: with a cache of one slot more than sessions use."""
         most = len(buffers.packed)
-        # Early launches gain where weights are read in registers, and lose on tensor cores.
-        self._few = _Machine(buffers, decoder, predictor, codec, rows=min(TWO_ROWS, most), pdl=True)
-        self._many = (
-            _Machine(buffers, decoder, predictor, codec, rows=most, pdl=False) if most > TWO_ROWS else None
-        )
+        machine = partial(_Machine, buffers, decoder, predictor, codec)
+        self._few = machine(rows=min(TWO_ROWS, most), start=FEW_ROWS)
+        self._many = machine(rows=most, start=MANY_ROWS) if most > TWO_ROWS else None
 
     @torch.inference_mode()
     def __call__(self, rows: int) -> None:
@@ -56,14 +55,14 @@ class _Machine:
         codec: Codec,
         *,
         rows: int,
-        pdl: bool,
+        start: Start,
     ) -> None:
-        pdl = pdl and decoder.device.type == "cuda"
+        start = start.on(decoder.device)
         self._buffers = buffers
-        self._products = Products(decoder.config.norm_eps, pdl)
+        self._products = Products(decoder.config.norm_eps, start)
         self._talker = Layers(decoder, rows, self._products)
         self._predictor = Layers(
-            predictor.decoder, 2 * rows, Products(predictor.decoder.config.norm_eps, pdl)
+            predictor.decoder, 2 * rows, Products(predictor.decoder.config.norm_eps, start)
         )
         assert decoder.head is not None and decoder.embedding is not None
         self._heads = [decoder.head, *predictor.heads]

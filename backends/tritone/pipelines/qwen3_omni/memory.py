@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tritone.checkpoint import released_elements
+from tritone.checkpoint import read_config, released_elements
 from tritone.engines.graph_memory import (
     GRAPHS_SPARE_BYTES,
     MIB,
@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 COPIES = 4  # of what streams remember, while a pass reads it
 WIDENED = 12  # tensors as wide as the model, of all columns, that the wideners have at a time
 VLLM_SHARE = 0.9  # of a GPU, which vLLM fills when it is told nothing
+VLLM_RESIZES = {  # engine_args after which weights or KV cache are of another size, or lie elsewhere
+    *("quantization", "kv_cache_dtype", "kv_cache_memory_bytes"),
+    *("cpu_offload_gb", "offload_backend", "hf_overrides"),
+}
 
 
 @dataclass(frozen=True)
@@ -157,12 +161,30 @@ def vllm_thinker_terms(ground: Ground, options: VllmThinkerOptions) -> list[Term
     if not ground.on_gpu:
         return _common_thinker_terms(ground, options, graphs=False)
     sizes, config = OmniSizes.read(ground.checkpoint), OmniConfig.read(ground.checkpoint).thinker
+    share = float(options.engine_args.get("gpu_memory_utilization", VLLM_SHARE))
     return [
-        gpu_share(ground, float(options.engine_args.get("gpu_memory_utilization", VLLM_SHARE))),
+        gpu_share(ground, share, _vllm_needs(ground, options, sizes)),
         _weights(ground, options, sizes, ("thinker.audio_tower.", "thinker.visual."), 0),
         Term("tables", _tower_tables(config), "positions of the media towers"),
         _media(config, options.max_context_tokens, ITEM_BYTES[options.dtype]),
     ]
+
+
+def _vllm_needs(ground: Ground, options: VllmThinkerOptions, sizes: OmniSizes) -> tuple[Term, ...]:
+    """Without which vLLM does not start on a GPU; nothing where its settings, or a quantised checkpoint, make
+    weights or cache of another size than ours."""
+    is_quantised = "quantization_config" in read_config(ground.checkpoint)
+    if is_quantised or VLLM_RESIZES & options.engine_args.keys():
+        return ()
+    item, gpus = ITEM_BYTES[options.dtype], ground.num_gpus
+    spread = min(gpus, sizes.thinker.kv_heads)  # a head of the cache is not divided
+    weights = _weights(ground, options, sizes, ("thinker.model.", "thinker.lm_head."), 0)
+    cache, how = product(sizes.thinker.cache(1, options.max_context_tokens), item)
+    over = f", over {gpus} GPUs" if gpus > 1 else ""
+    return (
+        replace(weights, num_bytes=weights.num_bytes // gpus, how=weights.how + over),
+        Term("KV cache of one context", cache // spread, f"{how}{over}", lower="max_context_tokens"),
+    )
 
 
 def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
@@ -230,6 +252,25 @@ def code2wav_terms(ground: Ground, options: Code2WavOptions) -> list[Term]:
     if not graphs:
         return [*terms, _wave_activations(size, item)]
     return [*terms, *_wave_graph_terms(size, item, options)]
+
+
+def tensorrt_code2wav_terms(ground: Ground, options: ExportedOptions) -> list[Term]:
+    """The same, and on the GPU what a plan reads and writes: states of all rows of a pass, twice, beside them
+    copies on their way from the pool and back, codes and samples."""
+    size, item = OmniSizes.read(ground.checkpoint).code2wav, ITEM_BYTES["float32"]
+    rows = buckets(1, options.max_streams)[-1]
+    frames = min(MAX_BATCH_FRAMES, rows * MAX_PASS_FRAMES)
+    passed = frames * (size.samples_per_frame + size.codebooks) + 4 * rows  # with counts, marks and ages
+    return [
+        *exported_code2wav_terms(ground, options),
+        Term(
+            "static buffers",
+            (COPIES * rows * size.state + passed) * item,
+            f"{COPIES} × {rows} states, codes and samples of {frames:,} frames",
+            is_exact=False,
+            lower="max_streams",
+        ),
+    ]
 
 
 def exported_code2wav_terms(ground: Ground, options: ExportedOptions) -> list[Term]:

@@ -12,7 +12,11 @@ Reference: `_get_talker_user_parts` and `_get_talker_assistant_parts` of Qwen3Om
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -21,13 +25,33 @@ from torch import Tensor
 
 from tritone.networks.decoder import Decoder
 from tritone.networks.linear import Linear
-from tritone.networks.transfer import on_device
+from tritone.networks.transfer import array_on_device, on_device
 from tritone.networks.weights import Weights
 from tritone.pipelines.qwen3_omni.config import OmniConfig
 from tritone.ports import Array
 
 _PADDED = 4  # positions of the head without text
 _PASS_ROWS = 64  # tokens of a pass over those that are to be spoken
+
+
+@dataclass(frozen=True, eq=False)
+class SpeechPrompt:
+    """What the rows of a prompt but its last are made of, on the host."""
+
+    tokens: Array  # int64 [U + 8]: of the text side; padding where media are
+    places: Array  # int64 [M]: of media tokens, ascending
+    media: tuple[Array, ...]  # float32 [m, H of the thinker] each, at least M rows in all
+    signs: tuple[int, ...]  # of the codec side, at the last rows
+
+    def heard(self, first: int, last: int) -> Array:
+        """Rows first to last of the media, in memory of their own."""
+        ends = list(accumulate(map(len, self.media)))
+        which = range(bisect_right(ends, first), bisect_left(ends, last) + 1)
+        parts = []
+        for number in which:
+            begin = ends[number] - len(self.media[number])
+            parts.append(self.media[number][max(0, first - begin) : last - begin])
+        return np.concatenate(parts)
 
 
 class SpeechInputs:
@@ -49,9 +73,7 @@ class SpeechInputs:
                 _Projection(*(load(f"talker.{name}.linear_{part}") for part in _Projection.PARTS))
                 for name in ("text_projection", "hidden_projection")
             )
-        self._bos, self.text_end, self.padding = self.texts(
-            (self._ids.tts_bos, self._ids.tts_eos, self._ids.tts_pad)
-        ).unbind()  # [H] each
+        self.text_end, self.padding = self.texts((self._ids.tts_eos, self._ids.tts_pad)).unbind()  # [H] each
 
     @torch.inference_mode()
     def texts(self, tokens: Sequence[int]) -> Tensor:
@@ -73,9 +95,10 @@ class SpeechInputs:
             rows += self.texts(padded)[: len(given)].clone().unbind()  # without memory of the padding
         return rows
 
-    @torch.inference_mode()
-    def prompt(self, ids: Array, media: Sequence[Array], head: Sequence[int], speaker: int) -> Tensor | None:
-        """Rows [U + 8, H] of a prompt but the last; None while rows of media are missing.
+    def prompt(
+        self, ids: Array, media: Sequence[Array], head: Sequence[int], speaker: int
+    ) -> SpeechPrompt | None:
+        """A prompt but its last row; None while rows of media are missing. Nothing is computed yet.
 
         ids: int32 [U], the user's turns. media: float32 [m, H of the thinker] each, behind the media tokens
         among them, in order. head: tokens that begin the assistant's turn. speaker: id in the talker's
@@ -84,17 +107,31 @@ class SpeechInputs:
         is_media = np.isin(ids, self._media)
         if sum(map(len, media)) < is_media.sum():
             return None
-        device = self._decoder.device
-        rows = self.texts(np.where(is_media, self._ids.tts_pad, ids).tolist())
-        if is_media.any():
-            heard = torch.from_numpy(np.concatenate(media)).to(device, self._decoder.dtype)
-            places = on_device(np.flatnonzero(is_media).tolist(), torch.int64, device)
-            rows[places] = self._hidden(heard)
+        spoken = np.where(is_media, self._ids.tts_pad, ids)
+        begun = [*head, *[self._ids.tts_pad] * _PADDED, self._ids.tts_bos]
         codec = self._codec
-        signs = (codec.nothink, codec.think_bos, codec.think_eos, speaker, codec.pad)
-        text_side = torch.cat([self.texts(head), self.padding.expand(_PADDED, -1), self._bos[None]])
-        text_side[len(head) :] += self._decoder.embed(signs)
-        return torch.cat([rows, text_side])
+        return SpeechPrompt(
+            np.concatenate([spoken, begun]).astype(np.int64),
+            np.flatnonzero(is_media),
+            tuple(media),
+            (codec.nothink, codec.think_bos, codec.think_eos, speaker, codec.pad),
+        )
+
+    @torch.inference_mode()
+    def rows(self, prompt: SpeechPrompt, start: int, end: int) -> Tensor:
+        """Rows [end - start, H] of a prompt; nobody waits for what they are made of to be on the device."""
+        send = partial(array_on_device, device=self._decoder.device)
+        rows = self._text(self._embedding[send(prompt.tokens[start:end])])
+        first, last = np.searchsorted(prompt.places, (start, end)).tolist()
+        if first < last:
+            heard = send(prompt.heard(first, last)).to(self._decoder.dtype)
+            rows[send(prompt.places[first:last] - start)] = self._hidden(heard)
+        codec_start = len(prompt.tokens) - len(prompt.signs)
+        if codec_start < end:
+            begin = max(start, codec_start)
+            signs = prompt.signs[begin - codec_start : end - codec_start]
+            rows[begin - start :] += self._decoder.embed(signs)
+        return rows
 
     @torch.inference_mode()
     def first(self, text: Tensor) -> Tensor:

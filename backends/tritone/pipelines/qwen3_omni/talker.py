@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -46,8 +46,10 @@ if TYPE_CHECKING:
     from tritone.networks.decoder import Span
     from tritone.pipelines.qwen3_omni.frame import Flight, FrameRow
     from tritone.pipelines.qwen3_omni.positions import PromptPositions
+    from tritone.pipelines.qwen3_omni.speech_inputs import SpeechPrompt
 
 HEAD_TOKENS = 3  # that begin the assistant's turn: sign, role, line break
+NO_KEY = 0  # of every row: nothing is ever shared between two sequences
 LONGEST_LOOP = 16  # frames; the repetition guard knows loops up to this length
 
 
@@ -76,9 +78,8 @@ class _Session(SlotSession):
         default_factory=list
     )  # [H] each: projected tokens to speak, from the first on
     text_ended: bool = False
-    rows: deque[Tensor] = field(
-        default_factory=deque
-    )  # [H] each: input that is known and was not computed yet; of a frame's row the text alone
+    prompt: SpeechPrompt | None = None  # but its last row; until that has been read
+    text: Tensor | None = None  # [H]: what the next row that draws is made of, if that has come
     codes: list[int] = field(default_factory=list)  # code 0 of every token drawn, the end sign included
     frames: list[tuple[int, ...]] = field(default_factory=list)  # the last ones, for the repetition guard
     num_frames: int = 0  # told
@@ -279,18 +280,21 @@ class Talker(SlotEngine[_Session]):
     def _make_rows(self, session: _Session) -> None:
         """Make every input row whose parts have come; a session with its first rows waits for a slot."""
         if not session.keys and session.prompt_ids is not None and len(session.head) == HEAD_TOKENS:
-            rows = self._inputs.prompt(session.prompt_ids, session.media_rows, session.head, session.speaker)
-            if rows is not None:
+            prompt = self._inputs.prompt(
+                session.prompt_ids, session.media_rows, session.head, session.speaker
+            )
+            if prompt is not None:
                 session.media_rows.clear()
-                self._add_rows(session, rows.unbind())
+                session.prompt = prompt
+                session.keys += [NO_KEY] * len(prompt.tokens)
                 self._queue(session)
         if session.keys and not session.has_prompt and session.texts:
-            self._add_rows(session, [self._inputs.first(session.texts[0])])
+            self._add_row(session, self._inputs.first(session.texts[0]))
             session.prompt_tokens = len(session.keys)
         if session.awaits_text:
             text = self._text_row(session)
             if text is not None:
-                self._add_rows(session, [text])
+                self._add_row(session, text)
                 session.awaits_text = False
 
     def _text_row(self, session: _Session) -> Tensor | None:
@@ -302,10 +306,9 @@ class Talker(SlotEngine[_Session]):
             return None
         return self._inputs.text_end if place == len(session.texts) else self._inputs.padding
 
-    def _add_rows(self, session: _Session, rows: Iterable[Tensor]) -> None:
-        for row in rows:
-            session.rows.append(row)
-            session.keys.append(0)  # nothing is ever shared between two sequences
+    def _add_row(self, session: _Session, text: Tensor) -> None:
+        session.text = text
+        session.keys.append(NO_KEY)
 
     def _end_unspoken(self, session: _Session) -> None:
         """The answer had no token to speak."""
@@ -321,8 +324,8 @@ class Talker(SlotEngine[_Session]):
         return super().has_work or bool(self._launched or self._told)
 
     def _rows(self, session: _Session, span: Span) -> Tensor:
-        rows: Tensor = self._torch.stack([session.rows.popleft() for _ in range(span.count)])
-        return rows
+        assert session.prompt is not None
+        return self._inputs.rows(session.prompt, span.start, span.end)
 
     def _begun(self, session: _Session) -> list[Delta]:
         self._frames.begin(session.held.index)
@@ -360,6 +363,8 @@ class Talker(SlotEngine[_Session]):
             self._prompts.read(rows, spans, positions)
         for session, span in zip(sessions, spans, strict=True):
             session.held.filled = span.end
+            if not session.unread:
+                session.prompt = None
 
     def _launch(self, due: list[_Session]) -> None:
         """Begin a frame for each session."""
@@ -367,6 +372,7 @@ class Talker(SlotEngine[_Session]):
         self._launched.append(_Launched(self._frames.launch(rows), due, [row.is_last for row in rows]))
         self._counts["steps"] += 1
         for session, row in zip(due, rows, strict=True):
+            session.text = None
             session.held.filled += 1
             session.draws += 1
             if self._frames.overlaps and not row.is_last:
@@ -375,11 +381,12 @@ class Talker(SlotEngine[_Session]):
     def _frame_of(self, session: _Session) -> FrameRow:
         sampling, place = session.sampling, session.held.filled
         is_full = len(session.keys) >= self._options.max_context_tokens
+        assert session.text is not None
         return self._frame_row(
             slot=session.held.index,
             place=place,
             position=None if session.positions is None else session.positions.of(place),
-            text=session.rows.popleft(),
+            text=session.text,
             begins=not session.draws,
             sampling=sampling,
             draws=session.draws,

@@ -54,6 +54,7 @@ class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
         processor = load_processor(placement.checkpoint)
         from tritone.engines.text import ChatTokenizer
         from tritone.networks.decoder import Decoder, DecoderConfig
+        from tritone.networks.transfer import array_on_device, begun_on_host
         from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.positions import positions_of
         from tritone.pipelines.qwen3_omni.prompt import PromptReader
@@ -80,6 +81,7 @@ class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
         super().__init__(options, decoder, tokenizer, options.prefix_cache)
         self._torch = torch
         self._positions_of = positions_of
+        self._on_device, self._begun_on_host = array_on_device, begun_on_host
         towers = Towers(config.thinker, weights, placement.device, dtype)
         reader = PromptReader(config, tokenizer, processor, towers, options.max_context_tokens)
         self._think_with(options, config, tokenizer, reader, placement.stream)
@@ -127,13 +129,13 @@ class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
             media = self._prompt_of(session).media
             if media is not None and span.start <= media.index[-1]:
                 low, high = np.searchsorted(media.index, (span.start, span.end))
-                places = self._torch.from_numpy(media.index[low:high] - span.start).to(rows.device)
+                places = self._on_device(media.index[low:high] - span.start, rows.device)
                 rows[places] = media.values[low:high].to(rows.dtype)
                 if session.speaks and high > low:
                     heard.append((session, first + places))
                 low, high = np.searchsorted(media.visual_index, (span.start, span.end))
                 if high > low:
-                    places = self._torch.from_numpy(media.visual_index[low:high] - span.start).to(rows.device)
+                    places = self._on_device(media.visual_index[low:high] - span.start, rows.device)
                     for layer, values in enumerate(media.layers):
                         if layer == len(additions):
                             additions.append(([], []))
@@ -148,10 +150,10 @@ class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
         )
 
     def _keep_heard(self, asked: _Rows, tapped: Tensor | None) -> None:
-        """Keep for the talker what the media became."""
+        """Keep for the talker what the media became; it is told with a token, which is drawn after it."""
         for session, places in asked.heard:
             assert tapped is not None
-            session.heard_rows.append(tapped[places].float().cpu().numpy())
+            session.heard_rows.append(self._begun_on_host(tapped[places].float()).numpy())
 
     def _is_text(self, session: ThinkerSession, span: Span) -> bool:
         media = self._prompt_of(session).media

@@ -31,8 +31,15 @@ PARTS = (
     Part(
         theirs.__name__,
         "Qwen3OmniMoeThinkerForConditionalGeneration",
-        ("_mark_tower_model", "embed_multimodal", "embed_input_ids", "hf_to_vllm_mapper"),
+        (
+            "_mark_tower_model",
+            "_tower_model_names",
+            "embed_multimodal",
+            "embed_input_ids",
+            "hf_to_vllm_mapper",
+        ),
         mentions=(
+            "self.config = ",
             "self.use_deepstack",
             "self.deepstack_num_level",
             "self.deepstack_input_embeds",
@@ -47,10 +54,16 @@ PARTS = (
         ("_set_aux_hidden_state_layers", "_maybe_add_hidden_state", "embed_input_ids"),
         mentions=("self.layers", "self.norm", "deepstack_input_embeds_"),
     ),
+    Part("vllm.model_executor.models.qwen3_moe", "Qwen3MoeDecoderLayer", mentions=("self.self_attn",)),
     Part(
         "vllm.model_executor.models.qwen3_moe",
         "Qwen3MoeAttention",
         mentions=("self.rotary_emb(positions, q, k)",),
+    ),
+    Part(
+        "vllm.model_executor.models.interfaces",
+        "SupportsEagle3",
+        ("supports_eagle3", "set_aux_hidden_state_layers"),
     ),
     Part("vllm.compilation.decorators", "support_torch_compile", parameters=("dynamic_arg_dims",)),
     Part("vllm.model_executor.models.utils", "StageMissingLayer"),

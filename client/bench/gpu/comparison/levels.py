@@ -51,13 +51,15 @@ class Levels:
         return self._folder / f"{side}-{concurrency}.json"
 
 
-async def measure(served: Served, workload: Workload, concurrency: int, words: Sequence[str]) -> Document:
-    """One level. words: of the command, for the report."""
+async def measure(
+    served: Served, workload: Workload, concurrency: int, words: Sequence[str], python: str | None = None
+) -> Document:
+    """One level. words: of the command, for the report; python: interpreter of the engines, else this one."""
     requests = workload.requests(concurrency)
     async with served.client() as client:
         plan = BenchPlan((Load(concurrency=concurrency),), requests, num_repeats=RUNS)
         reports = [report async for report in run_bench(client, plan)]
-        return described(served, await facts(served, client), requests, words, (reports[-1],), RUNS)
+        return described(served, await facts(served, client), requests, words, (reports[-1],), RUNS, python)
 
 
 def described(
@@ -67,11 +69,12 @@ def described(
     words: Sequence[str],
     reports: tuple[LevelReport, ...],
     runs: int,
+    python: str | None,
 ) -> Document:
     """Reports with where and how they were made."""
     return Document(
         schema=document.SCHEMA,
-        environment=replace(environment.environment(words), command=" ".join(words)),
+        environment=replace(environment.environment(words, python), command=" ".join(words)),
         server=about,
         plan=document.PlanFacts("fast", None, 1, runs, {}),
         request_set=document.RequestSetFacts(
