@@ -57,8 +57,12 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, GPU])])
 def stages(request):
+    return stages_on(request.param)
+
+
+def stages_on(device):
     torch.set_num_threads(1)
-    place = Placement(oracle.checkpoint(), request.param)
+    place = Placement(oracle.checkpoint(), device)
     return SimpleNamespace(
         thinker=Thinker(place, ThinkerOptions(max_slots=12, prefill_chunk_tokens=64)),
         talker=Talker(place, TalkerOptions(max_slots=12, prefill_chunk_tokens=64)),
@@ -238,6 +242,23 @@ def test_sampled_codes_depend_on_the_seed_alone(stages):
     assert results["other seed"].codes.tolist() != alone
     start(stages, "greedy", case)
     assert run(stages, ["greedy"])["greedy"].codes.tolist() != alone
+
+
+@pytest.mark.gpu
+@GPU
+def test_sampled_codes_on_a_gpu_are_those_of_a_cpu():
+    on_cpu, on_gpu = (sampled_codes(stages_on(device)) for device in ("cpu", "cuda:0"))
+    assert on_gpu == on_cpu
+
+
+def sampled_codes(stages):
+    """By name and seed; of three answers alone and of all of them at once, which are the same."""
+    names = {f"{name} {seed}": (name, seed) for name in ("stops", "audio", "turns") for seed in (7, 1 << 40)}
+    for key, (name, seed) in names.items():
+        start(stages, key, CASES[name], seed=seed, talker_temperature=0.9)
+    codes = {key: result.codes.tolist() for key, result in run(stages, names).items()}
+    assert len({str(some) for some in codes.values()}) == len(names)
+    return codes
 
 
 def test_eight_speeches_at_once_never_mix(stages):

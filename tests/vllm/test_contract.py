@@ -36,8 +36,8 @@ OF_VLLMS_CLASSES = {
     "TellingModel",
 }  # below classes that are known at run time
 ADDED = {  # to vLLM's classes, by us
-    *("begun", "tapped", "free_blocks", "blocks"),
-    *("tap", "_tapped", "_tapped_layer"),
+    *("begun", "tapped", "wrong", "free_blocks", "blocks"),
+    *("tap", "_tapped", "_tapped_layer", "_not_numbers"),
 }
 PLAIN = {  # what source cannot tell from vLLM's: Python's, torch's, the checkpoint's config, its tokenizer
     *("__name__", "__version__", "__module__", "_fields", "move_to_end", "cat"),

@@ -8,7 +8,7 @@ import pytest
 
 from thinkers import CASES, assert_equal
 from tritone.engines.vllm.row_memory import RowMemory
-from tritone.errors import InvalidRequest
+from tritone.errors import InvalidRequest, TritoneError
 
 TEXT, MEDIA = "stops", "image_audio"
 TOGETHER = ("cut", "image_audio", "video_audio", "turns")
@@ -53,6 +53,30 @@ def test_an_answer_fills_the_context_and_no_more(tight):
     answer = tight.one("long", CASES[TEXT], ignore_eos=True, max_tokens=2000)
     assert answer.reason == "length"
     assert answer.usage["prompt_tokens"] + answer.usage["completion_tokens"] == 448
+
+
+def test_what_is_not_a_number_ends_its_session_and_no_other(roomy, expected, monkeypatch):
+    """In the scores alone: keys that are not numbers would stay in vLLM's cache for the next tests."""
+    from tritone.pipelines.qwen3_omni.vllm_model import ThinkerOnVllm
+
+    compute, passes = ThinkerOnVllm.compute_logits, []
+
+    def spoilt(*given):
+        logits = compute(*given)
+        passes.append(len(logits))
+        if len(passes) == 4:
+            logits[0, 7] = float("nan")
+        return logits
+
+    monkeypatch.setattr(ThinkerOnVllm, "compute_logits", spoilt)
+    for name in ("bad", "good"):
+        roomy.ask(name, CASES[TEXT])
+    answers = roomy.run("bad", "good")
+    assert passes[:5] == [2, 2, 2, 2, 1]
+    assert_equal(answers["good"], expected[TEXT])
+    error, told = answers["bad"].error, answers["bad"].text
+    assert isinstance(error, TritoneError) and "token 3 of the answer are not numbers" in str(error)
+    assert told and expected[TEXT].text.startswith(told) and told != expected[TEXT].text
 
 
 # -- the cache -----------------------------------------------------------------------------------------------

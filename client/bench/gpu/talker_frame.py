@@ -35,14 +35,17 @@ DEVICE = "cuda:0"
 SAMPLED = Sampling(temperature=0.9, top_k=50, repetition_penalty=1.05, seed=3)
 RESIDUAL = Sampling(temperature=1.0, top_k=50, top_p=0.8)
 FURTHEST = 1.5  # times as far from float32 as plain torch is, kernels fail
+OUT_OF_QUESTION = -1e4  # a score that no noise makes up for
 
 
 class Model:
     """The talker's parts in one dtype, and frames made by a program of a given class."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, rows: int, context: int) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, rows: int, context: int, device: str = DEVICE
+    ) -> None:
         config = OmniConfig.read(folder)
-        weights: Any = DummyWeights(folder, DEVICE, torch.bfloat16)
+        weights: Any = DummyWeights(folder, device, torch.bfloat16)
         shape = DecoderConfig.from_hf(config.talker["text_config"], family="qwen3_moe")
         self.rows, self.hidden_size, self.dtype = rows, shape.hidden_size, dtype
         self.decoder = Decoder(
@@ -50,7 +53,7 @@ class Model:
             weights,
             slots=rows + 1,
             context_tokens=context,
-            device=DEVICE,
+            device=device,
             dtype=dtype,
             prefix="talker.model.",
             embedding="codec_embedding.weight",
@@ -58,9 +61,9 @@ class Model:
             cleared=True,
         )
         self.predictor = CodePredictor(
-            config.talker["code_predictor_config"], weights, rows=rows, device=DEVICE, dtype=dtype
+            config.talker["code_predictor_config"], weights, rows=rows, device=device, dtype=dtype
         )
-        silenced = torch.zeros(shape.vocab_size, dtype=torch.bool, device=DEVICE)
+        silenced = torch.zeros(shape.vocab_size, dtype=torch.bool, device=device)
         silenced[shape.vocab_size - RESERVED_CODEC_IDS :] = True
         self.codec = Codec(silenced, config.codec.eos, RESIDUAL)
         self.buffers = FrameBuffers.of(
@@ -87,14 +90,18 @@ def requests(model: Model, rows: int, place: int, seed: int = 0) -> list[FrameRo
     ]
 
 
-def scored_kernels(program: KernelProgram, rows: int) -> list[torch.Tensor]:
-    """Scores of a frame, of each codebook."""
+def scored_kernels(
+    program: KernelProgram, rows: int, codes: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Scores of a frame, of each codebook. codes: int [R, codebooks], to be taken whatever the scores are."""
     machine = program._few if rows <= TWO_ROWS or program._many is None else program._many
     score, scores = machine._score, []
 
     def noted(hidden: torch.Tensor, codebook: int) -> torch.Tensor:
         made = score(hidden, codebook)
         scores.append(made.clone())
+        if codes is not None:
+            made.fill_(OUT_OF_QUESTION).scatter_(1, codes[:rows, codebook, None].long(), 0.0)
         return made
 
     machine._score = noted  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+import onnx  # noqa: E402
 import plans  # noqa: E402
 import qwen3_omni_tiny  # noqa: E402
 from google.protobuf import text_format  # noqa: E402
@@ -129,6 +130,12 @@ def test_a_file_takes_any_batch_and_any_frames(exported):
 def test_the_file_computes_what_torch_does_sound_and_states(exported):
     decoder = plans.load_decoder(exported)
     assert plans.check(decoder, plan_files.onnx_file(exported)) <= 1e-5
+
+
+def test_no_clip_of_a_runtime_hides_what_is_not_a_number(exported):
+    graph = onnx.load(plan_files.onnx_file(exported)).graph
+    [last] = [node.op_type for node in graph.node if "wave" in node.output]
+    assert last == "Where"
 
 
 def test_a_file_of_other_weights_is_seen(exported):

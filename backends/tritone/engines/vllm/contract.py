@@ -157,7 +157,11 @@ INTERNAL: tuple[Touched, ...] = (
             "self.requests",
         ),
     ),
-    Part("vllm.v1.worker.gpu_model_runner", "ExecuteModelState", ("scheduler_output", "aux_hidden_states")),
+    Part(
+        "vllm.v1.worker.gpu_model_runner",
+        "ExecuteModelState",
+        ("scheduler_output", "logits", "aux_hidden_states"),
+    ),
     Part(
         "vllm.v1.worker.gpu_input_batch",
         "CachedRequestState",

@@ -1,7 +1,7 @@
-"""vLLM's scheduler, watched: which requests have begun, and the hidden states that came with a step.
+"""vLLM's scheduler, watched: which requests have begun, and what came with a step beside its tokens.
 
-It runs in the engine's process also where the workers do not (tensor parallelism), so that what they tap gets
-here with the output that vLLM carries anyway.
+It runs in the engine's process also where the workers do not (tensor parallelism), so that what they tap and
+find gets here with the output that vLLM carries anyway.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tritone.engines.vllm.request import TappedRows, of_sampling
-from tritone.engines.vllm.worker import ROWS
+from tritone.engines.vllm.worker import ROWS, WRONG
 
 
 class WatchedScheduler(Scheduler):
-    """`begun` and `tapped` grow until the engine empties them."""
+    """`begun`, `tapped` and `wrong` grow until the engine empties them."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.begun: list[tuple[str, int]] = []  # session, and how many rows of its prompt came from the cache
         self.tapped: list[TappedRows] = []
+        self.wrong: list[str] = []  # sessions whose logits are not numbers
 
     def schedule(self, *arguments: Any, **named: Any) -> Any:
         output = super().schedule(*arguments, **named)
@@ -32,6 +33,7 @@ class WatchedScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self.tapped += getattr(model_runner_output, ROWS, ())
+        self.wrong += getattr(model_runner_output, WRONG, ())
         return super().update_from_output(scheduler_output, model_runner_output)
 
     @property

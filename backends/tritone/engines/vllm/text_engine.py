@@ -40,7 +40,7 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
         outputs = self._llm.step()
         self._counts["steps"] += 1
         self._take_tapped()
-        return [*deltas, *self._take_begun(), *self._take_drawn(outputs)]
+        return [*deltas, *self._take_begun(), *self._take_wrong(), *self._take_drawn(outputs)]
 
     @property
     def has_work(self) -> bool:
@@ -68,7 +68,7 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
 
     def check_integrity(self) -> None:
         """AssertionError unless sessions and vLLM's requests agree, and nobody holds blocks of the cache."""
-        assert not self._scheduler.begun and not self._scheduler.tapped
+        assert not self._scheduler.begun and not self._scheduler.tapped and not self._scheduler.wrong
         assert self._requests.keys() <= self._sessions.keys()
         if not self._sessions:
             assert not self._llm.has_unfinished_requests()
@@ -150,6 +150,17 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
             session = self._sessions.get(rows.session)
             if session is not None:
                 self._take_rows(session, rows)
+
+    def _take_wrong(self) -> list[Delta]:
+        """End the sessions whose scores are not numbers; what was drawn from them is not told."""
+        wrong, self._scheduler.wrong = self._scheduler.wrong, []
+        deltas: list[Delta] = []
+        for name in wrong:
+            session = self._sessions.get(name)
+            if session is not None:
+                deltas.append(self._not_drawn(session))
+                self.abort(name)
+        return deltas
 
     def _take_drawn(self, outputs: list[Any]) -> list[Delta]:
         """Tell the text of the tokens that came with a step."""

@@ -1,7 +1,8 @@
 """vLLM's worker with a tap: the hidden states of chosen rows leave with the tokens of the same step.
 
     RunnerRequest ─► positions of its rows ─► forward pass ─► token ids ────────────┐
-       └─ wanted rows ──────────────────────────┴─ layers' hidden states ─► rows ───┴─► ModelRunnerOutput
+       ├─ wanted rows ──────────────────────────┼─ layers' hidden states ─► rows ───┼─► ModelRunnerOutput
+       └─ whose logits are not numbers ◄────────┴───────────────────────────────────┘
 
 `worker_cls` is a setting of vLLM's; the runner, version 1, is mixed into. Hidden states come through the
 interface for EAGLE-3, so that CUDA graphs and `torch.compile` keep them. contract.py names what is touched.
@@ -24,6 +25,7 @@ CONFIG = (
     "tritone"  # our key in vLLM's `additional_config`: {"model": a module that registers it, "layer": int}
 )
 ROWS = "tritone_rows"  # attribute of a ModelRunnerOutput
+WRONG = "tritone_wrong"  # another: sessions whose logits are not numbers
 
 
 class TappedRunner:
@@ -64,10 +66,21 @@ class TappedRunner:
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         state = self.execute_model_state
         rows = [] if state is None else self._tapped(state)
+        sessions, are_wrong = ([], None) if state is None else self._not_numbers(state)
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if rows:
             setattr(output, ROWS, rows)
+        if are_wrong is not None:  # read when the tokens are on the host already: nothing waits twice
+            flags = zip(sessions, are_wrong.tolist(), strict=False)
+            setattr(output, WRONG, [session for session, is_wrong in flags if is_wrong and session])
         return output
+
+    def _not_numbers(self: Any, state: Any) -> tuple[list[str | None], Any]:
+        """The session of each row of logits, and bool [rows] on the device; None where this rank has none."""
+        ours = [of_sampling(self.requests[name].sampling_params) for name in self.input_batch.req_ids]
+        sessions = [None if request is None else request.session for request in ours]
+        # Before the draw, which overwrites them.
+        return sessions, None if state.logits is None else state.logits.amax(-1).isnan()
 
     def _tapped(self: Any, state: Any) -> list[TappedRows]:
         """The wanted rows among those that have just been computed."""
