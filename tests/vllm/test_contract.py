@@ -153,7 +153,8 @@ def _members(node: ast.ClassDef) -> set[str]:
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and _root(part) == "self":
             own.add(part.attr)
-    for part in node.body:
+    statements = [*node.body, *(part for some in node.body if isinstance(some, ast.If) for part in some.body)]
+    for part in statements:
         targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
         own |= {target.id for target in targets if isinstance(target, ast.Name)}
     return {name for name in own if not name.startswith("__")}
@@ -201,6 +202,7 @@ def test_nothing_else_is_touched(path, ours):
             "finish_requests",
         ),
         ("from vllm.v1 import x\nclass Ours(x.Model):\n supports_pp = False", "supports_pp"),
+        ("from vllm.v1 import x\nclass Ours(x.Model):\n if x.OLD:\n  supports_pp = False", "supports_pp"),
     ],
 )
 def test_what_is_touched_beyond_it_is_seen(text, found, ours):
