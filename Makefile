@@ -5,7 +5,6 @@
 # make perf          perf_analyzer against a pipeline: client/bench/perf_analyzer/
 # make soak          load and faults for a quarter of an hour: tests/soak/soak.py
 # make plans         Code2Wav of qwen3_omni as an ONNX file; ARGS="--checkpoint DIR --tensorrt": build/plans.py
-# make test-plans    the tests of plans, with TensorRT for RTX, which `make test` does not install
 # make setup weights prometheus lint format clean
 #
 # PYTHON, VENV           the interpreter to use, and where to install
@@ -35,7 +34,6 @@ INSTALL := $(BIN)/pip install -qq --disable-pip-version-check --no-compile -c re
 SERVE_READY := $(VENV)/.installed-serve
 TEST_READY := $(VENV)/.installed-test
 PLANS_READY := $(VENV)/.installed-plans
-TENSORRT_READY := $(VENV)/.installed-tensorrt
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 VLLM_READY := $(VLLM_VENV)/.installed
 TO_SERVE := server,smoltalk,qwen3-omni
@@ -45,7 +43,7 @@ FOR_TESTS := $(filter test% lint prometheus format,$(MAKECMDGOALS))
 TEST_ENV := OMP_NUM_THREADS=1 TRITONE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON))
 SOURCES := backends client tests build
 
-.PHONY: demo serve test test-main test-vllm test-vllm-thinker perf soak plans test-plans setup weights prometheus lint format clean
+.PHONY: demo serve test test-main test-vllm test-vllm-thinker perf soak plans setup weights prometheus lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(SERVE_READY) weights
@@ -77,9 +75,6 @@ soak: $(SERVE_READY)
 
 plans: $(PLANS_READY) weights
 	@$(BIN)/python build/plans.py $(ARGS)
-
-test-plans: $(TENSORRT_READY)
-	$(BIN)/python -m pytest tests/unit/speech/test_plans.py $(ARGS)
 
 setup: $(SERVE_READY)
 
@@ -121,10 +116,6 @@ $(TEST_READY): pyproject.toml requirements.lock | $(BIN)/python
 
 $(PLANS_READY): pyproject.toml requirements.lock | $(SERVE_READY)
 	$(INSTALL) -e '.[server,smoltalk,qwen3-omni,plans]'
-	@touch $@
-
-$(TENSORRT_READY): pyproject.toml requirements.lock | $(TEST_READY)
-	$(INSTALL) -e '.[tensorrt]'
 	@touch $@
 
 $(VLLM_READY): requirements-vllm.lock build/venv_above.py $(TEST_READY)

@@ -371,7 +371,7 @@ def test_passes_of_a_plan_keep_the_pool(engine, exported, whole, monkeypatch):
         cuts = {number: list(np.array_split(frames[number], 3)) for number in numbers}
         for _ in range(3):
             shares = [Share(slot, cuts[number].pop(0)) for slot, number in enumerate(numbers)]
-            for number, samples in zip(numbers, waves.launch(shares)(), strict=True):
+            for number, samples in zip(numbers, waves.decode(shares), strict=True):
                 heard[number].append(samples)
     for number, mine in heard.items():
         np.testing.assert_allclose(np.concatenate(mine), whole(frames[number]), atol=1e-5)
@@ -462,7 +462,6 @@ def test_a_real_server_lacks_nothing_but_the_backend_for_that_model(checkpoint, 
 
 
 def test_tensorrt_for_rtx_builds_plans_without_a_gpu(exported, tmp_path, capsys):
-    pytest.importorskip("tensorrt_rtx")
     folder = without_plans(exported, tmp_path)
     (folder / "plans").mkdir()
     plan_files.onnx_file(folder).symlink_to(plan_files.onnx_file(exported))
