@@ -345,10 +345,10 @@ async def test_a_collector_that_refuses_fails_no_request_and_is_told_once_a_proc
     assert "Traceback" not in server.log.read_text()
 
 
-def test_what_has_ended_is_sent_before_the_server_is_gone(serve, collector):
+def test_what_has_ended_is_sent_before_the_server_is_gone(serve_once, collector):
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
-        server = serve("fake", overrides=[f"tracing.otlp_endpoint={collector.url}"])
+        server = serve_once("fake", overrides=[f"tracing.otlp_endpoint={collector.url}"])
     trace_id, traceparent = new_trace()
     with TritoneClient(server.grpc_url, "fake") as client:
         client.ask("words=12 pace_ms=1", traceparent=traceparent)
