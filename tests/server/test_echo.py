@@ -233,10 +233,10 @@ async def test_instances_share_the_work_and_colocated_stages_share_a_process(ser
 
 async def test_streams_outlive_kill_9_of_any_engine_if_deploy_says_so(serve_once, echo_folder):
     """They go on, sample by sample, where they were; a new request waits for the engine."""
-    server = serve_once(echo_folder, overrides=[*PACED, "resumes=2"])
+    server = serve_once(echo_folder, overrides=["stage.writer.engine.step_s=0.02", "resumes=2"])
     async with server.client("echo") as client:
         for stage in ("writer", "singer", "wave"):
-            text = f"{stage} " * 120
+            text = f"{stage} " * 60
             heard = [asyncio.Event() for _ in range(4)]
             tasks = [
                 asyncio.create_task(ask(client, f"{i} {text}", heard=event)) for i, event in enumerate(heard)

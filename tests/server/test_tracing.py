@@ -211,7 +211,7 @@ async def test_a_request_that_is_refused_says_so(server, collector):
 async def test_a_stage_that_fails_is_the_one_that_has_the_error(server, collector):
     trace_id, traceparent = new_trace()
     async with server.client("fake") as client:
-        await fails(client, TritoneError, "words=30 pace_ms=2 fail=singer@5", traceparent=traceparent)
+        await fails(client, TritoneError, "words=20000 pace_ms=2 fail=singer@5", traceparent=traceparent)
     spans = collector.until(has("chat fake", "session fake_singer", "session fake_writer"), trace_id)
     check_tree(spans, CALLER, LATE_S)
     errors = {span.name: span.error for span in spans if span.error}
