@@ -185,7 +185,10 @@ async def test_in_sync_mode_sound_comes_whole_after_all_the_text(serve_once, ech
     text, small = "all of it is written first", {"codec_chunk_frames": 1}
     async with server.client("echo") as client:
         assert is_exact(await ask(client, text, parameters=small))
-        kinds = [type(event) async for event in client.stream(text, parameters=small)]
+        events = [event async for event in client.stream(text, parameters=small, return_timings=True)]
+    kinds = [type(event) for event in events]
+    first_s = {name: told["first_output_at_s"] for name, told in events[-1].info["timings"]["stages"].items()}
+    assert first_s["singer"] - first_s["writer"] >= (len(text.split()) - 1) * 0.01, "it waits for all words"
     assert kinds.count(AudioChunk) == len(text.split()), "of each segment one"
     assert kinds.index(AudioChunk) > len(kinds) - 1 - kinds[::-1].index(TextDelta)
 
