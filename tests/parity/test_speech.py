@@ -39,18 +39,8 @@ pytestmark = [
     pytest.mark.skipif(not (CHECKPOINT / MANIFEST).is_file(), reason="run `python build/smoltalk.py`"),
 ]
 
-# IEEE Recommended Practice for Speech Quality Measurements, 1969.
+# List 2 of the IEEE Recommended Practice for Speech Quality Measurements, 1969; a server says list 1.
 HARVARD = (
-    "The birch canoe slid on the smooth planks.",
-    "Glue the sheet to the dark blue background.",
-    "It is easy to tell the depth of a well.",
-    "These days a chicken leg is a rare dish.",
-    "Rice is often served in round bowls.",
-    "The juice of lemons makes fine punch.",
-    "The box was thrown beside the parked truck.",
-    "The hogs were fed chopped corn and garbage.",
-    "Four hours of steady work faced us.",
-    "A large size in stockings is hard to sell.",
     "The boy was there when the sun rose.",
     "A rod is used to catch pink salmon.",
     "The source of the huge river is the clear spring.",
@@ -317,7 +307,7 @@ def test_segments_begin_with_little_silence(talker, code2wav):
 
 
 def words(text: str) -> list[str]:
-    spellings = {"4": "four", "50": "fifty", "smokey": "smoky"}
+    spellings = {"50": "fifty", "smokey": "smoky"}
     return [spellings.get(word, word) for word in re.sub(r"[^a-z0-9' ]", " ", text.lower()).split()]
 
 

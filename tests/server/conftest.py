@@ -127,7 +127,19 @@ def running(words, **options):
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory):
     """serve(*targets, overrides=(), options=()) starts `tritone serve`; returns when every stage answers."""
+    with served(tmp_path_factory) as start:
+        yield start
 
+
+@pytest.fixture
+def serve_once(tmp_path_factory):
+    """The same for one test, with which its servers end."""
+    with served(tmp_path_factory) as start:
+        yield start
+
+
+@contextlib.contextmanager
+def served(tmp_path_factory):
     def start(*targets, overrides=(), options=()):
         run_folder = tmp_path_factory.mktemp("run")
         words = [sys.executable, "-m", "tritone", "serve", *map(str, targets), f"--run-dir={run_folder}"]

@@ -177,8 +177,24 @@ async def test_stages_cannot_be_called_from_outside(server):
             await client.ping(PATIENCE_S)
 
 
-async def test_instances_share_the_work_and_colocated_stages_share_a_process(serve, echo_folder):
-    server = serve(
+async def test_in_sync_mode_sound_comes_whole_after_all_the_text(serve_once, echo_folder):
+    server = serve_once(
+        echo_folder,
+        overrides=[*PACED, "mode=sync", "stage.singer.colocate=speech", "stage.wave.colocate=speech"],
+    )
+    text, small = "all of it is written first", {"codec_chunk_frames": 1}
+    async with server.client("echo") as client:
+        assert is_exact(await ask(client, text, parameters=small))
+        events = [event async for event in client.stream(text, parameters=small, return_timings=True)]
+    kinds = [type(event) for event in events]
+    first_s = {name: told["first_output_at_s"] for name, told in events[-1].info["timings"]["stages"].items()}
+    assert first_s["singer"] - first_s["writer"] >= (len(text.split()) - 1) * 0.01, "it waits for all words"
+    assert kinds.count(AudioChunk) == len(text.split()), "of each segment one"
+    assert kinds.index(AudioChunk) > len(kinds) - 1 - kinds[::-1].index(TextDelta)
+
+
+async def test_instances_share_the_work_and_colocated_stages_share_a_process(serve_once, echo_folder):
+    server = serve_once(
         echo_folder,
         overrides=[
             *PACED,
@@ -218,12 +234,12 @@ async def test_instances_share_the_work_and_colocated_stages_share_a_process(ser
         await all_free(client)
 
 
-async def test_streams_outlive_kill_9_of_any_engine_if_deploy_says_so(serve, echo_folder):
+async def test_streams_outlive_kill_9_of_any_engine_if_deploy_says_so(serve_once, echo_folder):
     """They go on, sample by sample, where they were; a new request waits for the engine."""
-    server = serve(echo_folder, overrides=[*PACED, "resumes=2"])
+    server = serve_once(echo_folder, overrides=["stage.writer.engine.step_s=0.02", "resumes=2"])
     async with server.client("echo") as client:
         for stage in ("writer", "singer", "wave"):
-            text = f"{stage} " * 120
+            text = f"{stage} " * 60
             heard = [asyncio.Event() for _ in range(4)]
             tasks = [
                 asyncio.create_task(ask(client, f"{i} {text}", heard=event)) for i, event in enumerate(heard)
@@ -242,8 +258,8 @@ async def test_plain_tritonserver_refuses_above_the_cap_and_is_never_stuck(plain
     """Nothing of ours around it: default thread pool, default flags."""
     server = plain_server(echo_folder)
     async with server.client("echo") as client:
-        for _ in range(3):
-            tasks = [ask(client, f"request {i} of many " * 5) for i in range(48)]
+        for _ in range(2):
+            tasks = [ask(client, f"request {i} of many " * 3) for i in range(48)]
             results = await asyncio.gather(*tasks, return_exceptions=True)
             refused = [r for r in results if isinstance(r, Unavailable)]
             served = [r for r in results if not isinstance(r, BaseException)]

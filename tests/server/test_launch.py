@@ -35,8 +35,8 @@ async def busy(server, count=6):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-async def test_an_end_under_load_leaves_nothing(serve, echo_folder, name):
-    server = serve(echo_folder, overrides=["stage.writer.engine.step_s=0.02"], options=["--drain-s=0"])
+async def test_an_end_under_load_leaves_nothing(serve_once, echo_folder, name):
+    server = serve_once(echo_folder, overrides=["stage.writer.engine.step_s=0.02"], options=["--drain-s=0"])
     if name == "SIGTERM":
         await asyncio.to_thread(check_that_its_port_is_taken, server, echo_folder)
     client, tasks = await busy(server)

@@ -124,26 +124,6 @@ async def test_the_chunk_policy_changes_nothing_that_is_heard(server, chunks):
         assert_equal(await ask(client, CASES["stops"], **chunks), "stops")
 
 
-TOGETHER = [f"stage.{stage}.colocate=all" for stage in ("thinker", "talker", "code2wav")]
-SPEECH_TOGETHER = TOGETHER[1:]
-
-
-async def test_stages_in_one_process_and_code2wav_in_onnxruntime_give_the_same_sound(serve):
-    pytest.importorskip("onnxscript")
-    import plans
-
-    plans.write_onnx(oracle.checkpoint())
-    server = serve(PIPELINE, overrides=[*TOGETHER, "stage.code2wav.engine=onnx"])
-    assert server.engine_pid("thinker,talker,code2wav")
-    async with server.client(PIPELINE) as client:
-        whole = {"initial_codec_chunk_frames": 4000, "codec_chunk_frames": 4000}
-        cuts = ({}, whole, {"initial_codec_chunk_frames": 3, "codec_chunk_frames": 7})
-        answers = await asyncio.gather(*(ask(client, CASES["image_audio"], **cut) for cut in cuts))
-        for answer in answers:
-            assert_equal(answer, "image_audio")
-        assert await sessions_left(client) == 0
-
-
 async def test_the_whole_answer_twin_and_http_say_the_same(server):
     expected = oracle.answer("stops")
     case = CASES["stops"]
@@ -163,17 +143,6 @@ async def test_the_whole_answer_twin_and_http_say_the_same(server):
         result = client.infer(f"{PIPELINE}_sync", inputs)
     assert result.as_numpy("text_output")[0].decode() == expected.text
     assert np.abs(result.as_numpy("audio_f32") - expected.waveform).max() <= 1e-4
-
-
-async def test_sync_mode_gives_the_same_answer_after_all_the_text(serve):
-    server = serve(PIPELINE, overrides=[*SPEECH_TOGETHER, "mode=sync"])
-    assert server.engine_pid("talker,code2wav")
-    async with server.client(PIPELINE) as client:
-        for name in ("stops", "image_audio"):
-            assert_equal(await ask(client, CASES[name]), name)
-        kinds = [type(event) async for event in client.stream(None, **options_of(CASES["stops"]))]
-        assert kinds.count(AudioChunk) == 1
-        assert kinds.index(AudioChunk) > len(kinds) - 1 - kinds[::-1].index(TextDelta)
 
 
 # -- streaming ---------------------------------------------------------------------------------------------
@@ -360,3 +329,24 @@ async def _read_until(stream, kind):
     async for event in stream:
         if kind is not None and isinstance(event, kind):
             return
+
+
+# -- other layouts -----------------------------------------------------------------------------------------
+
+TOGETHER = [f"stage.{stage}.colocate=all" for stage in ("thinker", "talker", "code2wav")]
+
+
+async def test_stages_in_one_process_and_code2wav_in_onnxruntime_give_the_same_sound(serve_once):
+    pytest.importorskip("onnxscript")
+    import plans
+
+    plans.write_onnx(oracle.checkpoint())
+    server = serve_once(PIPELINE, overrides=[*TOGETHER, "stage.code2wav.engine=onnx"])
+    assert server.engine_pid("thinker,talker,code2wav")
+    async with server.client(PIPELINE) as client:
+        whole = {"initial_codec_chunk_frames": 4000, "codec_chunk_frames": 4000}
+        cuts = ({}, whole, {"initial_codec_chunk_frames": 3, "codec_chunk_frames": 7})
+        answers = await asyncio.gather(*(ask(client, CASES["image_audio"], **cut) for cut in cuts))
+        for answer in answers:
+            assert_equal(answer, "image_audio")
+        assert await sessions_left(client) == 0

@@ -26,7 +26,7 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 @pytest.fixture(scope="module")
 def desk(serve, tmp_path_factory):
     """run(command) runs a README line against a running server, in a folder that looks like the checkout."""
-    short = "smoltalk:stage.thinker.sampling.max_tokens=12"  # the page's questions leave it open
+    short = "smoltalk:stage.thinker.sampling.max_tokens=8"  # the page's questions leave it open
     server = serve("smoltalk", "qwen3_omni", overrides=("smoltalk:profiling=true", short))
     folder = tmp_path_factory.mktemp("desk")
     lay_out_media(folder)
@@ -88,7 +88,8 @@ def adapted(command, server, folder):
         case "python" if words[1] == "build/plans.py":
             return f"python {ROOT}/build/plans.py --help"
         case "tritone" | "python":
-            return f"{command} --url {server.grpc_url}"
+            shorter = command.replace("--max-tokens 12", "--max-tokens 4")
+            return f"{shorter} --url {server.grpc_url}"
         case "curl":
             return command.replace("curl -s", "curl -s --fail-with-body", 1).replace(
                 "localhost:8000", server.http_url

@@ -211,7 +211,7 @@ async def test_a_request_that_is_refused_says_so(server, collector):
 async def test_a_stage_that_fails_is_the_one_that_has_the_error(server, collector):
     trace_id, traceparent = new_trace()
     async with server.client("fake") as client:
-        await fails(client, TritoneError, "words=30 pace_ms=2 fail=singer@5", traceparent=traceparent)
+        await fails(client, TritoneError, "words=20000 pace_ms=2 fail=singer@5", traceparent=traceparent)
     spans = collector.until(has("chat fake", "session fake_singer", "session fake_writer"), trace_id)
     check_tree(spans, CALLER, LATE_S)
     errors = {span.name: span.error for span in spans if span.error}
@@ -345,10 +345,10 @@ async def test_a_collector_that_refuses_fails_no_request_and_is_told_once_a_proc
     assert "Traceback" not in server.log.read_text()
 
 
-def test_what_has_ended_is_sent_before_the_server_is_gone(serve, collector):
+def test_what_has_ended_is_sent_before_the_server_is_gone(serve_once, collector):
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
-        server = serve("fake", overrides=[f"tracing.otlp_endpoint={collector.url}"])
+        server = serve_once("fake", overrides=[f"tracing.otlp_endpoint={collector.url}"])
     trace_id, traceparent = new_trace()
     with TritoneClient(server.grpc_url, "fake") as client:
         client.ask("words=12 pace_ms=1", traceparent=traceparent)

@@ -7,6 +7,23 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="kernels need triton, which is not installed")
 
+from tritone.engines import prompt_kernels  # noqa: E402
+from tritone.engines.cuda_graphs import CudaGraphs  # noqa: E402
+from tritone.kernels.tiles import INTERPRETED  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def no_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter compiles nothing, and a call of a program there takes seconds."""
+    if INTERPRETED:
+        monkeypatch.setattr(CudaGraphs, "__call__", lambda _, program: program)
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of prompts of 16 rows and more, of which fewer only fill a graph."""
+    monkeypatch.setattr(prompt_kernels, "FEWEST_PACKED", 16)
+
 
 @pytest.fixture
 def device() -> torch.device:

@@ -102,7 +102,7 @@ def graphs(decoder, kind, one_bucket=True, slots=SLOTS):
     return made, buffers
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [1, 2, 7])
 def test_kernels_compute_what_plain_torch_computes(decoder, rows):
     before = decoder.cache.clone()
     results = []
@@ -125,15 +125,17 @@ def test_kernels_compute_what_plain_torch_computes(decoder, rows):
     assert mine == tokens == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}], ids=str)
-def test_they_draw_the_same_tokens(decoder, sampling):
+def test_they_draw_the_same_tokens(decoder):
+    """Of all tokens, and of the likeliest, in one step."""
     before = decoder.cache.clone()
+    rows = asked(7, temperature=1.0, seed=5)
+    rows[::2] = asked(7, temperature=0.8, top_p=0.9, seed=5)[::2]
     drawn = []
     for kind in (PlainTokens, KernelTokens):
         steps, _ = graphs(decoder, kind)
         with torch.inference_mode():
             decoder.cache.copy_(before)
-        drawn.append(steps.launch(asked(7, **sampling, seed=5)).tokens())
+        drawn.append(steps.launch(rows).tokens())
     assert drawn[0] == drawn[1]
 
 
