@@ -20,7 +20,7 @@ import triton_python_backend_utils as pb_utils
 from tritone import control
 from tritone.contract import CONTROL, REPLY
 from tritone.control import KEEP_EVERY_S, Control, DropStream, KeepStream, PingStage, RunChunk
-from tritone.errors import TritoneError, Unavailable, from_code
+from tritone.errors import NotReached, TritoneError, from_code
 from tritone.ports import Array, Port
 
 EVICTION_THREADS = 4
@@ -163,6 +163,4 @@ def _stage_error(model: str, text: str) -> TritoneError:
         code, _, sentence = rest.partition(": ")
         what, _, cure = sentence.partition("; ")
         return from_code(code, what, cure)
-    return Unavailable(
-        f"stage {model} cannot be called: {text}", "try again; if it lasts, restart the server"
-    )
+    return NotReached(f"stage {model} cannot be called: {text}", "try again; if it lasts, restart the server")

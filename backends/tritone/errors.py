@@ -5,7 +5,8 @@
     ├── NotFound                 NOT_FOUND     a name that the server does not know
     ├── Unsupported              UNSUPPORTED   a right request that this deployment cannot serve
     ├── Unavailable              UNAVAILABLE   right request, wrong moment: full, loading, restarting
-    │   └── EngineLost                         the engine process of a stage died under the request
+    │   ├── EngineLost                         the engine process of a stage died under the request
+    │   └── NotReached                         Triton says why it did not let a call through to a stage
     ├── DeadlineExceeded         CANCELLED     the request's own deadline passed before any output
     ├── Cancelled                CANCELLED     the client left
     └── ConfigError              (never sent)  a pipeline or deploy file that must not start a server
@@ -66,6 +67,10 @@ class EngineLost(Unavailable):
     """The engine process died; it is being restarted in place."""
 
     code, public_code = "ENGINE_LOST", "UNAVAILABLE"
+
+
+class NotReached(Unavailable):
+    """No stage has heard of the call, as far as can be told."""
 
 
 class DeadlineExceeded(TritoneError):

@@ -31,6 +31,7 @@ from tritone.errors import (
     DeadlineExceeded,
     EngineLost,
     InvalidRequest,
+    NotReached,
     TritoneError,
     Unavailable,
     from_code,
@@ -392,7 +393,7 @@ class Orchestrator:
         fault = None if last.task.cancelled() else last.task.exception()
         if fault is not None:
             log_info(f"{self._name}: the last chunk of {id_} failed: {described(fault)}")
-        if fault is not None or not last.ends:  # one that failed may not have come to Triton
+        if not last.ends or isinstance(fault, NotReached):
             await self._stages.sequence(self._models[stage], sequence, DropStream(id_), {})
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:

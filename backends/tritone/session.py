@@ -19,7 +19,7 @@ class ChunkCall(NamedTuple):
     """A call of a Triton-batched stage, under way or returned."""
 
     task: asyncio.Task[tuple[dict[str, Any], Array | None]]
-    ends: bool  # the sequence, if it comes to Triton
+    ends: bool  # the sequence, if it comes to the stage
 
 
 @dataclass

@@ -931,12 +931,6 @@ def test_an_answer_that_ends_by_itself_ends_its_sequence_with_its_last_chunk(ben
 @pytest.mark.parametrize("end", [end_by_cancel, end_by_stage_error, end_by_drain])
 def test_no_sequence_is_ended_whose_last_chunk_is_under_way(bench, end):
     returns = bench.hold()
-
-    def sings_all(bench, session, text):
-        if bench.is_heard("singer", session):
-            bench.sing(session, 0, "ab", last=True)
-            bench.singer.finish(session)
-
     bench.script, bench.on_chunk = sings_all, lambda call: call.end and returns.wait(HELD_S)
     client = bench.speak(parameters=DEADLINE)
     wait_until(lambda: sequence_log(bench) == [START, RETURNED, END])
@@ -945,6 +939,36 @@ def test_no_sequence_is_ended_whose_last_chunk_is_under_way(bench, end):
     returns.set()
     bench.check()
     assert sequence_log(bench) == [START, RETURNED, END, RETURNED]
+
+
+def sings_all(bench, session, text):
+    if bench.is_heard("singer", session):
+        bench.sing(session, 0, "ab", last=True)
+        bench.singer.finish(session)
+
+
+def test_a_last_chunk_that_fails_has_ended_its_sequence(bench):
+    def fails(call):
+        if call.end:
+            raise fake.TritonError("TRITONE_INTERNAL: stage wave failed; see the log")
+
+    bench.script, bench.on_chunk = sings_all, fails
+    assert bench.speak().outcome() == "INTERNAL"
+    bench.check()
+    assert sequence_log(bench) == [START, RETURNED, END, RETURNED]
+
+
+def test_a_sequence_whose_last_chunk_does_not_reach_its_stage_is_ended(bench):
+    def full(request):
+        if request.bits & fake.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END and not refused:
+            refused.append(request)
+            raise fake.TritonError("Exceeds maximum queue size")
+        return bench.wave(request)
+
+    refused, fake.MODELS["echo_wave"], bench.script = [], full, sings_all
+    assert bench.speak().outcome() == "UNAVAILABLE"
+    bench.check()
+    assert refused and sequence_log(bench) == [START, RETURNED, END, RETURNED]
 
 
 def test_no_sequence_is_ended_that_never_began(bench):
