@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import importlib
 import inspect
 import io
 import re
@@ -111,8 +110,7 @@ def engine_tables() -> Iterator[str]:
         pipeline = pipelines.get(name)
         for stage in pipeline.stages:
             for kind in stage.engines:
-                module, _, engine = stage.engines[kind].partition(":")
-                options = getattr(importlib.import_module(module), engine).Options
+                options = stage.engine_class(kind, name).Options
                 title = f"{name} {stage.name}" + (f", `kind: {kind}`" if len(stage.engines) > 1 else "")
                 if dataclasses.fields(options):
                     yield table(title, rows(options), level=3)

@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 from qwen3_omni_tiny import locked
 
-from tritone import deploy as deploys
-from tritone import networks, repository
+from tritone import deploy_reader, networks, repository
 from tritone.checkpoint import checkpoint_dir, require_released
 from tritone.deploy import Chunks
 from tritone.errors import ConfigError, TritoneError
@@ -317,7 +316,7 @@ def aim(library: Any, config: Any, architecture: str) -> None:
 
 def chunks_of(target: str, profile: str | None) -> Chunks:
     """How a deploy file, with a profile over it, has streams cut. target: a pipeline's name or folder."""
-    return deploys.load(repository.find(target) / repository.DEPLOY, profile=profile).chunks
+    return deploy_reader.load(repository.find(target) / repository.DEPLOY, profile=profile).chunks
 
 
 def write_model(

@@ -21,24 +21,35 @@ from tritone.asked import DRAIN_S
 from tritone.errors import TritoneError
 from tritone.server import Listen
 
+TARGET: dict[str, Any] = {"metavar": "PIPELINE", "help": "its name, or a folder with a deploy.yaml"}
+
 
 def add_commands(subparsers: Any) -> None:
     """Add the commands to what argparse's `add_subparsers` gave."""
-    target = {"metavar": "PIPELINE", "help": "its name, or a folder with a deploy.yaml"}
-    override = {"action": "append", "default": [], "metavar": "KEY=VALUE"}
-    checkpoint = {"metavar": "DIR", "help": "its weights; default: what deploy.yaml says, else the cache"}
+    for add in (
+        _add_serve,
+        _add_reload,
+        _add_profile,
+        _add_render,
+        _add_plan,
+        _add_check,
+        _add_doctor,
+        _add_models,
+        _add_backends,
+    ):
+        add(subparsers)
 
+
+def _add_serve(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "serve",
         help="start a Triton server with pipelines",
         description="Render and check pipelines, start a Triton server with them, and watch it until Ctrl-C.",
         epilog="Options for the server itself may follow `--`, e.g. -- --log-verbose=1",
     )
-    parser.add_argument("targets", nargs="+", **target)
-    parser.add_argument(
-        "--set", dest="overrides", **override, help="overrides deploy.yaml, e.g. stage.thinker.threads=2"
-    )
-    parser.add_argument("--checkpoint", type=Path, **checkpoint)
+    parser.add_argument("targets", nargs="+", **TARGET)
+    _add_override_argument(parser, ", e.g. stage.thinker.threads=2")
+    _add_checkpoint_argument(parser)
     _add_profile_argument(parser)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="for the rendered files and the log; default: temporary"
@@ -69,6 +80,8 @@ def add_commands(subparsers: Any) -> None:
     _keep_after_dashes(parser)
     _set_run(parser, commands.serve)
 
+
+def _add_reload(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "reload",
         help="have a running `tritone serve` follow a changed deploy.yaml",
@@ -78,6 +91,8 @@ def add_commands(subparsers: Any) -> None:
     _add_pid_argument(parser)
     _set_run(parser, commands.reload)
 
+
+def _add_profile(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "profile",
         help="see where a stage of a running `tritone serve` spends its time",
@@ -101,24 +116,28 @@ def add_commands(subparsers: Any) -> None:
     _add_pid_argument(parser)
     _set_run(parser, commands.profile)
 
+
+def _add_render(subparsers: Any) -> None:
     parser = subparsers.add_parser("render", help="write the model repository from deploy files")
-    parser.add_argument("target", **target)
+    parser.add_argument("target", **TARGET)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder of deploy.yaml itself")
-    parser.add_argument("--set", dest="overrides", **override, help="overrides deploy.yaml; needs --out")
-    parser.add_argument("--checkpoint", type=Path, **checkpoint)
+    _add_override_argument(parser, "; needs --out")
+    _add_checkpoint_argument(parser)
     _add_profile_argument(parser, " needs --out")
     parser.add_argument("--overwrite", action="store_true", help="replace another deploy.yaml in DIR")
     _set_run(parser, commands.render)
 
+
+def _add_plan(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="show what pipelines will hold in memory, stage by stage",
         description="Show the memory that pipelines will take on each device, with the arithmetic, and "
         "whether it is there. Nothing is loaded; exit status 1 if something does not fit.",
     )
-    parser.add_argument("targets", nargs="+", **target)
-    parser.add_argument("--set", dest="overrides", **override, help="overrides deploy.yaml")
-    parser.add_argument("--checkpoint", type=Path, **checkpoint)
+    parser.add_argument("targets", nargs="+", **TARGET)
+    _add_override_argument(parser)
+    _add_checkpoint_argument(parser)
     _add_profile_argument(parser)
     for option, what in (("gpu", "each GPU"), ("ram", "RAM")):
         parser.add_argument(
@@ -129,11 +148,15 @@ def add_commands(subparsers: Any) -> None:
         )
     _set_run(parser, commands.plan)
 
+
+def _add_check(subparsers: Any) -> None:
     parser = subparsers.add_parser("check", help="check pipelines and deploy files")
-    parser.add_argument("targets", nargs="*", **target)
-    parser.add_argument("--set", dest="overrides", **override, help="overrides deploy.yaml")
+    parser.add_argument("targets", nargs="*", **TARGET)
+    _add_override_argument(parser)
     _set_run(parser, commands.check)
 
+
+def _add_doctor(subparsers: Any) -> None:
     parser = subparsers.add_parser("doctor", help="say what this machine lacks to serve")
     parser.add_argument(
         "--model-repository",
@@ -147,18 +170,42 @@ def add_commands(subparsers: Any) -> None:
     _add_health_argument(parser)
     _set_run(parser, commands.doctor)
 
+
+def _add_models(subparsers: Any) -> None:
     parser = subparsers.add_parser("models", help="list the pipelines")
     _set_run(parser, commands.models)
 
+
+def _add_backends(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "backends",
         help="compose a backend directory for plain tritonserver",
         description="Compose a backend directory and print the command that starts tritonserver with it.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to")
-    parser.add_argument("targets", nargs="*", **target)
+    parser.add_argument("targets", nargs="*", **TARGET)
     _add_listen_arguments(parser)
     _set_run(parser, commands.backends)
+
+
+def _add_override_argument(parser: argparse.ArgumentParser, note: str = "") -> None:
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"overrides deploy.yaml{note}",
+    )
+
+
+def _add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="its weights; default: what deploy.yaml says, else the cache",
+    )
 
 
 def _add_profile_argument(parser: argparse.ArgumentParser, note: str = "") -> None:

@@ -12,8 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from tritone import allocator, deploy_file, pbtxt, pipelines, profiling, repository, wire
-from tritone import deploy as deploys
+from tritone import allocator, deploy_file, deploy_reader, pbtxt, pipelines, profiling, repository, wire
 from tritone import server as servers
 from tritone.asked import Asked, ServeOptions
 from tritone.chain import chain
@@ -146,7 +145,7 @@ def render(args: argparse.Namespace) -> int:
     if args.checkpoint:
         overrides.append(_checkpoint_override(args.checkpoint))
     profile = args.profiles[-1] if args.profiles else None
-    deploy = deploys.load(source / repository.DEPLOY, overrides, profile)
+    deploy = deploy_reader.load(source / repository.DEPLOY, overrides, profile)
     folder = args.out or source
     if (args.overrides or profile) and folder.resolve() == source.resolve():
         option = "--set" if args.overrides else "--profile"
@@ -160,7 +159,7 @@ def render(args: argparse.Namespace) -> int:
             deploy_file.set_value(source / repository.DEPLOY, "checkpoint", str(deploy.checkpoint))
     present = folder / repository.DEPLOY
     if folder.resolve() != source.resolve() and present.exists():
-        if not args.overwrite and deploys.load(present).digest != deploy.digest:
+        if not args.overwrite and deploy_reader.load(present).digest != deploy.digest:
             raise ConfigError(f"{present} has other settings", "give --overwrite, or another --out")
         present.unlink()
     for file in pbtxt.write(deploy, folder):
@@ -212,7 +211,7 @@ def check(args: argparse.Namespace) -> int:
     status = 0
     for target in targets:
         folder = repository.find(target)
-        deploy = deploys.load(folder / repository.DEPLOY, args.overrides)
+        deploy = deploy_reader.load(folder / repository.DEPLOY, args.overrides)
         for line in chain(deploy, folder):
             _say(line)
         stale = [] if args.overrides else repository.stale(deploy, folder)
@@ -247,7 +246,7 @@ def backends(args: argparse.Namespace) -> int:
     server = servers.find(python=python)
     folders = [repository.find(target) for target in args.targets]
     folder = servers.compose(server, args.folder)
-    loaded = [deploys.load(place / repository.DEPLOY) for place in folders]
+    loaded = [deploy_reader.load(place / repository.DEPLOY) for place in folders]
     words = servers.command(
         server,
         folders or [Path("MODEL_REPOSITORY")],

@@ -1,46 +1,27 @@
-"""A deploy file: the numbers of one pipeline on one machine, read from YAML and checked.
+"""The numbers of one pipeline on one machine: every key of a deploy file with its default.
 
-Precedence: request > `--set` override > profile > deploy.yaml > pipeline default. An unknown key is an error
-with a suggestion; engine options are checked against the engine's own `Options`.
+    deploy.yaml ─► deploy_reader.py ─► Deploy ─► deploy_rules.py, which refuses values that cannot be
+
+The comments beside the fields are the words of model_repository/DEPLOY.md.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import importlib
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-import yaml
-
-from tritone.checkpoint import checkpoint_dir, require_checkpoint, require_released
+from tritone.checkpoint import require_checkpoint, require_released
 from tritone.device import Device
-from tritone.errors import ConfigError, InvalidRequest, suggestion
-from tritone.pipeline import Checkpoint, Pipeline, Stage
-from tritone.profile_file import laid_over, read_profile, read_yaml
+from tritone.pipeline import Checkpoint, Pipeline
 from tritone.sampling import Sampling
 
 HOST = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
 """A name of a host in lower case. Its last label begins with a letter, as no number does in any notation."""
-COLLECTOR = re.compile(r"https?://[^\s/?#]+[^\s?#]*")
 MAX_CHUNK_GROWTH = 4096
 MODES = ("async_chunk", "sync")
-OWN_VARIABLES = {  # of an engine's environment, and the keys that they are made from
-    "OMP_NUM_THREADS": "threads",
-    "MKL_NUM_THREADS": "threads",
-    "CUDA_VISIBLE_DEVICES": "device",
-    "CUDA_DEVICE_ORDER": "device",
-    "CUDA_MPS_CLIENT_PRIORITY": "urgency",
-}
-RENDER_VERSION = 2  # part of the digest: raise it when the rendering of pbtxt changes
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -214,246 +195,4 @@ class Deploy:
 
     def engine_class(self, stage: str) -> Any:
         """The engine class of a stage; imports its module (never torch, see engines/base.py)."""
-        return _engine_class(self.pipeline.stage(stage), self.stages[stage].engine, stage)
-
-
-def load(path: Path, overrides: Sequence[str] = (), profile: str | None = None) -> Deploy:
-    """Read `path` (a deploy.yaml), lay `profile` and "key.path=value" overrides over it, check everything.
-
-    profile: the name of one that comes with the pipeline, or a file. Raises ConfigError naming the file, the
-    key, the value and what to do.
-    """
-    raw = read_yaml(path, "deploy.yaml")
-    if str(raw.get("pipeline")).endswith(".py"):  # relative to the file that says it
-        raw["pipeline"] = str((path.parent / raw["pipeline"]).resolve())
-    if profile is not None:
-        raw = laid_over(raw, read_profile(profile, str(raw.get("pipeline"))))
-    for override in overrides:
-        _override(raw, override)
-    return from_mapping(raw, str(path))
-
-
-def from_mapping(raw: Mapping[str, Any], where: str) -> Deploy:
-    """The checked Deploy of an already parsed file; `where` names it in errors."""
-    from tritone import pipelines  # pipelines import nothing from here; avoids loading all of them for one
-
-    fields = dict(raw)
-    name = fields.pop("pipeline", None)
-    if not isinstance(name, str):
-        raise ConfigError(f"{where} has no `pipeline:`", f"add one of {', '.join(pipelines.names())}")
-    pipeline = pipelines.get(name)
-    checkpoint = fields.pop("checkpoint", None)
-    stage_blocks = fields.pop("stages", None) or {}
-    if not isinstance(stage_blocks, dict):
-        raise ConfigError(
-            f"{where}: `stages` is {stage_blocks!r}", "make it a mapping from stage name to settings"
-        )
-    known = [stage.name for stage in pipeline.stages]
-    for stage_name in stage_blocks:
-        if stage_name not in known:
-            raise ConfigError(f"{where}: unknown stage '{stage_name}'", suggestion(stage_name, known))
-    given: dict[str, Any] = {}
-    for key, value in fields.items():
-        if key in _BLOCKS:
-            given[key] = read_dataclass(_BLOCKS[key], value, f"{where}: {key}")
-        else:
-            given[key] = value
-    top = read_dataclass(
-        _Top, {key: value for key, value in given.items() if key not in _BLOCKS}, where, tuple(_BLOCKS)
-    )
-    deploy = Deploy(
-        pipeline=pipeline,
-        checkpoint=Path(checkpoint).expanduser() if checkpoint else checkpoint_dir(name),
-        stages={
-            stage.name: _stage(
-                pipeline, stage, stage_blocks.get(stage.name) or {}, f"{where}: stages.{stage.name}"
-            )
-            for stage in pipeline.stages
-        },
-        digest=_digest(raw),
-        **dataclasses.asdict(top),
-        **{key: given[key] for key in _BLOCKS if key in given},
-        source=dict(raw),
-    )
-    _check(deploy, where)
-    return deploy
-
-
-@dataclass(frozen=True)
-class _Top:
-    """The plain numbers at the head of a deploy file."""
-
-    max_in_flight: int = Deploy.max_in_flight
-    max_queued: int = Deploy.max_queued
-    bls_threads: int = Deploy.bls_threads
-    deadline_s: float = Deploy.deadline_s
-    stall_s: float = Deploy.stall_s
-    stall_limit_s: float = Deploy.stall_limit_s
-    resumes: int = Deploy.resumes
-    metrics: bool = Deploy.metrics
-    mps: bool = Deploy.mps
-    profiling: bool = Deploy.profiling
-    mode: str = Deploy.mode
-
-
-_BLOCKS: dict[str, type[Any]] = {
-    "chunks": Chunks,
-    "limits": Limits,
-    "connector": ConnectorLimits,
-    "urls": Urls,
-    "memory": Memory,
-    "tracing": Tracing,
-}
-
-
-def _stage(pipeline: Pipeline, stage: Stage, block: Mapping[str, Any], where: str) -> StageDeploy:
-    block = {"model": f"{pipeline.name}_{stage.name}", "urgency": stage.urgency, **block}
-    engine = block.pop("engine", None) or {}
-    if not isinstance(engine, Mapping | str):
-        raise ConfigError(f"{where}.engine is {engine!r}", "give its kind, or a mapping of options")
-    engine_block = {"kind": engine} if isinstance(engine, str) else dict(engine)
-    changes = block.pop("sampling", None) or {}
-    kind = engine_block.pop("kind", next(iter(stage.engines)))
-    options = read_dataclass(_engine_class(stage, kind, where).Options, engine_block, f"{where}.engine")
-    sampling = stage.sampling
-    if changes and sampling is None:
-        raise ConfigError(f"{where}.sampling is given, but the stage does not sample", "remove it")
-    if sampling is not None:
-        try:
-            sampling = sampling.merged(changes, f"{where}.sampling")
-        except InvalidRequest as error:
-            raise ConfigError(error.what, error.cure) from None
-    if "options" in block:
-        raise ConfigError(f"{where}: unknown key 'options'", "engine options go under `engine:`")
-    settings = read_dataclass(StageDeploy, block, where)
-    return dataclasses.replace(settings, engine=kind, options=options, sampling=sampling)
-
-
-def _engine_class(stage: Stage, kind: str, where: str) -> Any:
-    if kind not in stage.engines:
-        raise ConfigError(f"{where}: unknown engine kind '{kind}'", suggestion(kind, stage.engines))
-    module, _, name = stage.engines[kind].partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def read_dataclass(kind: type[T], values: Any, where: str, more_keys: Sequence[str] = ()) -> T:
-    """A frozen dataclass from a mapping; unknown keys and wrong types are ConfigErrors that name `where`.
-
-    more_keys: those that are known beside the fields, for the suggestion.
-    """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where} is {values!r}", "make it a mapping")
-    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"{where}: unknown key '{key}'", suggestion(str(key), [*known, *more_keys]))
-    try:
-        return msgspec.convert(dict(values), type=kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}", "mend the value") from None
-
-
-def _override(raw: dict[str, Any], text: str) -> None:
-    path, equals, value = text.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError(f"override '{text}' is not key.path=value", "write e.g. stage.thinker.threads=2")
-    if keys[0] == "stage":
-        keys[0] = "stages"
-    node = raw
-    for key in keys[:-1]:
-        node = node.setdefault(key, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"override '{text}': '{key}' holds a value, not a mapping", "check the path")
-    node[keys[-1]] = yaml.safe_load(value)
-
-
-def _digest(raw: Mapping[str, Any]) -> str:
-    text = json.dumps([RENDER_VERSION, raw], sort_keys=True, ensure_ascii=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _check(deploy: Deploy, where: str) -> None:
-    def at_least(name: str, value: float, low: float) -> None:
-        if value < low:
-            raise ConfigError(f"{where}: {name} is {value}", f"give at least {low}")
-
-    at_least("max_in_flight", deploy.max_in_flight, 1)
-    at_least("bls_threads", deploy.bls_threads, 1)
-    at_least("deadline_s", deploy.deadline_s, 0.001)
-    at_least("max_queued", deploy.max_queued, 0)
-    at_least("resumes", deploy.resumes, 0)
-    at_least("stall_s", deploy.stall_s, 0.1)
-    at_least("stall_limit_s", deploy.stall_limit_s, deploy.stall_s)
-    at_least("chunks.max_ahead_s", deploy.chunks.max_ahead_s, 0)
-    if deploy.mode not in MODES:
-        raise ConfigError(f"{where}: mode is '{deploy.mode}'", f"give {' or '.join(MODES)}")
-    at_least("connector.window_bytes", deploy.connector.window_bytes, 1)
-    at_least("connector.queued_bytes", deploy.connector.queued_bytes, 1)
-    at_least("chunks.initial_codec_chunk_frames", deploy.chunks.initial_codec_chunk_frames, 1)
-    at_least("chunks.codec_chunk_frames", deploy.chunks.codec_chunk_frames, 1)
-    at_least("limits.deadline_s", deploy.limits.deadline_s, deploy.deadline_s)
-    if not is_chunk_growth(deploy.chunks.codec_chunk_growth):
-        raise ConfigError(
-            f"{where}: chunks.codec_chunk_growth is {deploy.chunks.codec_chunk_growth}",
-            f"give 0 or 1 to {MAX_CHUNK_GROWTH}",
-        )
-    for limit in ("text_bytes", "audio_bytes", "image_bytes", "image_pixels", "video_bytes", "media_parts"):
-        at_least(f"limits.{limit}", getattr(deploy.limits, limit), 1)
-    for limit in ("audio_s", "video_s"):
-        at_least(f"limits.{limit}", getattr(deploy.limits, limit), 0.1)
-    for limit in ("max_bytes", "per_request", "at_once"):
-        at_least(f"urls.{limit}", getattr(deploy.urls, limit), 1)
-    at_least("urls.timeout_s", deploy.urls.timeout_s, 0.1)
-    for pattern in deploy.urls.allow:
-        if not HOST.fullmatch(pattern.removeprefix("*.")):
-            raise ConfigError(
-                f"{where}: urls.allow has '{pattern}'", "give names of hosts in lower case, or *.domain"
-            )
-    for limit in ("gpu_gib", "ram_gib"):
-        at_least(f"memory.{limit}", getattr(deploy.memory, limit) or 1.0, 0.001)
-    endpoint, ratio = deploy.tracing.otlp_endpoint, deploy.tracing.sample_ratio
-    if endpoint and not COLLECTOR.fullmatch(endpoint):
-        raise ConfigError(
-            f"{where}: tracing.otlp_endpoint is '{endpoint}'", "give a URL, e.g. http://127.0.0.1:4318"
-        )
-    if ratio is not None and not 0 <= ratio <= 1:
-        raise ConfigError(f"{where}: tracing.sample_ratio is {ratio:g}", "give 0 to 1")
-    if deploy.mps and not any(stage.placed.is_gpu for stage in deploy.stages.values()):
-        raise ConfigError(
-            f"{where}: mps is true, and no stage is on a GPU", "give a stage `device: gpu`, or mps: false"
-        )
-    for name, stage in deploy.stages.items():
-        at_least(f"stages.{name}.lease_s", stage.lease_s, 0.1)
-        at_least(f"stages.{name}.call_timeout_s", stage.call_timeout_s, 0.1)
-        at_least(f"stages.{name}.load_timeout_s", stage.load_timeout_s, 1)
-        at_least(f"stages.{name}.max_queue_delay_ms", stage.max_queue_delay_ms, 0)
-        at_least(f"stages.{name}.instances", stage.instances, 1)
-        at_least(f"stages.{name}.threads", stage.threads, 1)
-        at_least(f"stages.{name}.max_batch_size", stage.max_batch_size, 1)
-        at_least(f"stages.{name}.urgency", stage.urgency, 0)
-        device = Device.parse(stage.device, f"{where}: stages.{name}.device")
-        if device.is_spread and not deploy.engine_class(name).spans_gpus:
-            raise ConfigError(
-                f"{where}: stages.{name}.device is {device}, and engine '{stage.engine}' runs on one GPU",
-                "name one, e.g. gpu:0",
-            )
-        leads = deploy.hosted_with(name)[0]
-        if leads != name and device.is_gpu and deploy.engine_class(name).leaves_default_stream:
-            raise ConfigError(
-                f"{where}: stages {leads} and {name} share a process, and engine '{stage.engine}' of {name}"
-                " must be the first there: it measures the GPU as it starts",
-                f"remove colocate of {name}",
-            )
-        for variable in stage.env.keys() & OWN_VARIABLES.keys():
-            raise ConfigError(
-                f"{where}: stages.{name}.env has {variable}", f"remove it and give {OWN_VARIABLES[variable]}"
-            )
-        mates = [mate for mate in deploy.hosted_with(name) if mate != name]
-        for mate in mates:
-            for key in ("instances", "device", "python", "env"):
-                if getattr(deploy.stages[mate], key) != getattr(stage, key):
-                    raise ConfigError(
-                        f"{where}: stages {name} and {mate} share a process but differ in {key}",
-                        f"give both the same {key}",
-                    )
+        return self.pipeline.stage(stage).engine_class(self.stages[stage].engine, stage)

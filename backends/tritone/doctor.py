@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import tritone
-from tritone import deploy as deploys
-from tritone import repository, room
+from tritone import deploy_reader, repository, room
 from tritone import server as servers
 from tritone.admin import is_loopback
 from tritone.checkpoint import checkpoint_dir
@@ -283,7 +282,7 @@ def check_repository(folder: Path) -> list[Finding]:
     if not (folder / repository.DEPLOY).is_file():
         return [from_error("repository", repository.misplaced(folder))]
     try:
-        deploy = deploys.load(folder / repository.DEPLOY)
+        deploy = deploy_reader.load(folder / repository.DEPLOY)
         stale = repository.stale(deploy, folder)
     except ConfigError as error:
         return [from_error("repository", error)]

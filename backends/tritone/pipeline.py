@@ -6,6 +6,7 @@ a graph that does not join, so that a bad pipeline never starts a server.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -57,6 +58,13 @@ class Stage:
     batching: Batching = Batching.ENGINE
     sampling: Sampling | None = None  # defaults of a stage that samples
     urgency: int = 0  # on a GPU that stages of one process share: those with a higher one go first
+
+    def engine_class(self, kind: str, where: str) -> Any:
+        """The engine class of a kind; imports its module. ConfigError naming `where` if there is none."""
+        if kind not in self.engines:
+            raise ConfigError(f"{where}: unknown engine kind '{kind}'", suggestion(kind, self.engines))
+        module, _, name = self.engines[kind].partition(":")
+        return getattr(importlib.import_module(module), name)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from tritone import deploy as deploys
-from tritone import doctor, guard, mps, repository
+from tritone import deploy_reader, doctor, guard, mps, repository
 from tritone.asked import Asked, ServeOptions
 from tritone.deploy import Deploy
 from tritone.desk import Desk
@@ -97,11 +96,11 @@ def load_pipelines(
     found: dict[str, Deploy] = {}
     for folder in folders:
         file = folder / repository.DEPLOY
-        name = deploys.load(file).pipeline.name
+        name = deploy_reader.load(file).pipeline.name
         own = [override.partition(":")[2] for override in overrides if _addressee(override) == name]
         if name in found:
             raise ConfigError(f"pipeline '{name}' is named twice", "name each pipeline once")
-        found[name] = deploys.load(file, [*plain, *own], _profile_of(name, profiles))
+        found[name] = deploy_reader.load(file, [*plain, *own], _profile_of(name, profiles))
     for override in overrides:
         if _addressee(override) not in (None, *found):
             raise ConfigError(

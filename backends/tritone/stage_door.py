@@ -14,8 +14,7 @@ from typing import Any
 
 from msgspec import structs
 
-from tritone import allocator, wire
-from tritone import deploy as deploys
+from tritone import allocator, deploy_reader, wire
 from tritone.control import OpenSession
 from tritone.deploy import Deploy
 from tritone.device import Device, visible
@@ -52,7 +51,7 @@ def load_deploy(args: Mapping[str, str]) -> tuple[Deploy, dict[str, str], Path]:
             f"{path} does not exist",
             "point --model-repository at the folder that holds deploy.yaml and the models",
         )
-    deploy = deploys.load(path)
+    deploy = deploy_reader.load(path)
     if parameters.get("deploy_digest") != deploy.digest:
         raise ConfigError(
             f"config.pbtxt of {args['model_name']} was not rendered from {path}",

@@ -70,8 +70,8 @@ def test_what_a_stub_imports_is_light(module):
     """The stub's pb_utils exists only in a server, so a stand-in takes its place."""
     code = (
         "import sys, types; sys.modules['triton_python_backend_utils'] = types.ModuleType('pb');"
-        f"import tritone.{module}; from tritone import pipelines, deploy;"
-        f"deploy.load(__import__('pathlib').Path('{ROOT}/model_repository/smoltalk/deploy.yaml'));"
+        f"import tritone.{module}; from tritone import pipelines, deploy_reader;"
+        f"deploy_reader.load(__import__('pathlib').Path('{ROOT}/model_repository/smoltalk/deploy.yaml'));"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=LIBRARY.parent)

@@ -9,8 +9,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from tritone import deploy as deploys
-from tritone import pbtxt, pipelines
+from tritone import deploy_reader, pbtxt, pipelines
 from tritone.control import KEEP_EVERY_S
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
@@ -18,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 
 @pytest.mark.parametrize("name", pipelines.names())
 def test_committed_files_are_rendered_ones(name):
-    texts = pbtxt.texts(deploys.load(REPOSITORY / name / "deploy.yaml"))
+    texts = pbtxt.texts(deploy_reader.load(REPOSITORY / name / "deploy.yaml"))
     committed = {path.parent.name: path.read_text() for path in (REPOSITORY / name).glob("*/config.pbtxt")}
     assert committed == texts, f"run `tritone render {name}`"
     for model in texts:
@@ -46,7 +45,7 @@ def test_a_client_reads_the_facts_from_the_model_config():
 
 def test_code2wav_goes_through_the_sequence_batcher_and_outlives_a_paced_stream():
     stage = config("smoltalk", "smoltalk_code2wav")
-    deploy = deploys.load(REPOSITORY / "smoltalk" / "deploy.yaml")
+    deploy = deploy_reader.load(REPOSITORY / "smoltalk" / "deploy.yaml")
     batching = stage.sequence_batching
     longest_silence_s = deploy.stage("code2wav").call_timeout_s + KEEP_EVERY_S
     assert batching.max_sequence_idle_microseconds > longest_silence_s * 1e6

@@ -17,7 +17,9 @@ from safetensors.torch import save_file  # noqa: E402
 from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as configs  # noqa: E402
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as models  # noqa: E402
 
-from tritone.networks.decoder import Decoder, DecoderConfig, Span  # noqa: E402
+from tritone.networks.decoder import Decoder  # noqa: E402
+from tritone.networks.decoder_config import DecoderConfig  # noqa: E402
+from tritone.networks.spans import Span  # noqa: E402
 from tritone.networks.weights import Weights  # noqa: E402
 
 MULTIMODAL_ROPE = {

@@ -15,7 +15,9 @@ transformers = pytest.importorskip("transformers")
 from tritone.checkpoint import checkpoint_dir  # noqa: E402
 from tritone.engines.base import Placement  # noqa: E402
 from tritone.engines.torch_ar import TorchEngine, TorchOptions  # noqa: E402
-from tritone.networks.decoder import Decoder, DecoderConfig, Span  # noqa: E402
+from tritone.networks.decoder import Decoder  # noqa: E402
+from tritone.networks.decoder_config import DecoderConfig  # noqa: E402
+from tritone.networks.spans import Span  # noqa: E402
 from tritone.networks.weights import Weights  # noqa: E402
 
 SIZES = {

@@ -39,8 +39,7 @@ from overhead import collector
 from paired import Ratio
 from soak_listener import Job
 from soak_load import PIPELINE, mixed_jobs
-from tritone import deploy as deploys
-from tritone import server_key, wire
+from tritone import deploy_reader, server_key, wire
 from tritone.deploy import Deploy
 from tritone.engines.host import Host, build_loops
 from tritone.pipeline import Batching
@@ -174,8 +173,8 @@ class Chain:
         self._folder.mkdir()
         file = self._folder / "deploy.yaml"
         file.write_text(json.dumps({"pipeline": PIPELINE}))
-        file.write_text(json.dumps(dict(deploys.load(file, overrides).source)))
-        self._deploy = deploys.load(file)
+        file.write_text(json.dumps(dict(deploy_reader.load(file, overrides).source)))
+        self._deploy = deploy_reader.load(file)
         self._ports = {port.name: port for port in self._deploy.pipeline.inputs}
         self._doors = []
         for stage in self._deploy.pipeline.stages:

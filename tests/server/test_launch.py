@@ -76,9 +76,9 @@ def test_one_folder_too_high_is_explained():
 
 
 def test_a_pbtxt_of_another_deploy_file_is_refused_with_the_command(tmp_path, echo_folder):
-    from tritone import deploy, pbtxt
+    from tritone import deploy_reader, pbtxt
 
-    pbtxt.write(deploy.load(echo_folder / "deploy.yaml"), tmp_path / "echo")
+    pbtxt.write(deploy_reader.load(echo_folder / "deploy.yaml"), tmp_path / "echo")
     changed = tmp_path / "echo" / "deploy.yaml"
     changed.write_text(changed.read_text() + "max_in_flight: 3\n")
     check = (

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from tritone.engines.text import ChatTokenizer
     from tritone.engines.token_buffers import TokenRow
     from tritone.engines.token_graph import TokenFlight, TokenGraphs
-    from tritone.networks.decoder import Decoder, Span
+    from tritone.networks.decoder import Decoder
+    from tritone.networks.spans import Span
 
 # Rows that another prompt is about to read, too: to wait for a step costs less than to read them twice.
 WORTH_WAITING = 256

@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tritone import allocator, wire
-from tritone import deploy as deploys
+from tritone import allocator, deploy_reader, wire
 from tritone.connectors.base import Budget
 from tritone.connectors.local import LocalConnector
 from tritone.deploy import Deploy
@@ -244,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     stages = tuple(arguments.stages.split(","))
     began_s = time.monotonic()
     try:
-        deploy = deploys.load(arguments.deploy)
+        deploy = deploy_reader.load(arguments.deploy)
         tracers.append(_open_tracer(deploy, stages, arguments.device))
         host.allow_profiling(deploy.profiling)
         loops = build_loops(deploy, stages, arguments.device, host.peers, tracers[0], arguments.num_gpus)

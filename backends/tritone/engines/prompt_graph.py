@@ -19,7 +19,8 @@ from torch import Tensor
 from tritone.engines.cuda_graphs import CudaGraphs
 from tritone.engines.graph_memory import SHORTEST_GRAPH, buckets
 from tritone.errors import ConfigError
-from tritone.networks.decoder import Decoder, Span
+from tritone.networks.decoder import Decoder
+from tritone.networks.spans import Span
 from tritone.networks.transfer import on_device
 
 

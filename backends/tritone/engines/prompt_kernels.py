@@ -23,8 +23,9 @@ from tritone.kernels.grouped_experts import GroupedExperts
 from tritone.kernels.products import Partials, Products, cleared
 from tritone.kernels.prompt_attention import Packed, PromptAttention, tiles_of
 from tritone.kernels.tiles import TILE_NUMBERS, most_tiles
-from tritone.networks.decoder import Decoder, Span
+from tritone.networks.decoder import Decoder
 from tritone.networks.layer_weights import ExpertWeights, LayerWeights, MlpWeights
+from tritone.networks.spans import Span
 from tritone.networks.transfer import array_on_device
 
 

@@ -27,7 +27,8 @@ from tritone.sampling import Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tritone.networks.decoder import Decoder, Span
+    from tritone.networks.decoder import Decoder
+    from tritone.networks.spans import Span
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -110,7 +111,7 @@ class SlotEngine(SessionEngine[S], Generic[S]):
         """reuse: start a prompt from what a slot remembers of one that begins with the same keys."""
         import torch
 
-        from tritone.networks.decoder import Span
+        from tritone.networks.spans import Span
 
         super().__init__(options)
         self._inference_mode = torch.inference_mode

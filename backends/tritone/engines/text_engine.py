@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tritone.engines.text import ChatTokenizer
-    from tritone.networks.decoder import Decoder, Span
+    from tritone.networks.decoder import Decoder
+    from tritone.networks.spans import Span
 
 T = TypeVar("T", bound=TextSession)
 

@@ -47,7 +47,8 @@ class TorchEngine(GraphTextEngine[_Session]):
     def __init__(self, placement: Placement, options: TorchOptions) -> None:
         torch = prepared_torch(placement)
         from tritone.engines.text import ChatTokenizer
-        from tritone.networks.decoder import Decoder, DecoderConfig
+        from tritone.networks.decoder import Decoder
+        from tritone.networks.decoder_config import DecoderConfig
         from tritone.networks.weights import Weights
 
         config = DecoderConfig.from_hf(read_config(placement.checkpoint))

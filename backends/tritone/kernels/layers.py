@@ -17,7 +17,8 @@ from tritone.kernels.attention import Attention, Where
 from tritone.kernels.experts import Experts
 from tritone.kernels.products import TWO_ROWS, Partials, Products, cleared
 from tritone.kernels.tiles import MOST_SPLITS
-from tritone.networks.decoder import Decoder, DecoderConfig
+from tritone.networks.decoder import Decoder
+from tritone.networks.decoder_config import DecoderConfig
 from tritone.networks.layer_weights import ExpertWeights, LayerWeights, MlpWeights
 
 

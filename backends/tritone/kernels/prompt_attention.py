@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tritone.kernels.products import Products, cleared
 from tritone.kernels.tiles import INTERPRETED, TILE_NUMBERS, tile_rows
-from tritone.networks.decoder import Span
+from tritone.networks.spans import Span
 from tritone.ports import Array
 
 _FAR = tl.constexpr(-1e30)  # below every score

@@ -32,7 +32,9 @@ from timing import milliseconds
 from tritone.checkpoint import read_config
 from tritone.engines.prompt_graph import PlainPrompts, PromptGraphs
 from tritone.engines.prompt_kernels import KernelPrompts
-from tritone.networks.decoder import Decoder, DecoderConfig, Span
+from tritone.networks.decoder import Decoder
+from tritone.networks.decoder_config import DecoderConfig
+from tritone.networks.spans import Span
 
 RATE = 989e12  # operations a second of dense products in bfloat16, of an H200
 KINDS = {"experts up": "_up", "experts down": "_down", "attention": "_attend", "norms": "_norm_add"}

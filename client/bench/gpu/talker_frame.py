@@ -21,7 +21,8 @@ import torch
 from timing import milliseconds
 from tritone.engines.static_draw import DrawSettings
 from tritone.kernels.products import TWO_ROWS
-from tritone.networks.decoder import Decoder, DecoderConfig
+from tritone.networks.decoder import Decoder
+from tritone.networks.decoder_config import DecoderConfig
 from tritone.networks.dummy_weights import DummyWeights
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
 from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS, OmniConfig

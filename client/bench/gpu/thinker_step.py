@@ -42,7 +42,9 @@ from tritone.engines.token_buffers import TokenBuffers, TokenRow  # noqa: E402
 from tritone.engines.token_draw import PlainNoise, TokenDraw  # noqa: E402
 from tritone.engines.token_graph import PlainTokens, TokenGraphs  # noqa: E402
 from tritone.networks import experts as plain_experts  # noqa: E402
-from tritone.networks.decoder import Decoder, DecoderConfig, Span  # noqa: E402
+from tritone.networks.decoder import Decoder  # noqa: E402
+from tritone.networks.decoder_config import DecoderConfig  # noqa: E402
+from tritone.networks.spans import Span  # noqa: E402
 from tritone.sampling import Sampling  # noqa: E402
 
 BANDWIDTH = 4.8e12  # bytes a second, of an H200

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tritone import deploy as deploys
+from tritone import deploy_reader
 from tritone.answer import Answer
 from tritone.request import read_request
 from tritone.timeline import Timeline
 
-DEPLOY = deploys.load(Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml")
+DEPLOY = deploy_reader.load(Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml")
 RATE_HZ = 24000
 USAGE = {
     "thinker": {"prompt_tokens": 7, "completion_tokens": 3, "cached_tokens": 2},

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tritone import deploy as deploys
+from tritone import deploy_reader
+from tritone.deploy import Chunks
 from tritone.errors import ConfigError
 
 SHIPPED = Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml"
@@ -17,7 +18,7 @@ def write(tmp_path, text):
 
 
 def test_the_shipped_file_is_valid_and_caps_bls_below_the_default_thread_pool():
-    deploy = deploys.load(SHIPPED)
+    deploy = deploy_reader.load(SHIPPED)
     assert deploy.pipeline.name == "smoltalk"
     assert deploy.bls_threads < 32
     assert deploy.stage("thinker").model == "smoltalk_thinker"
@@ -71,44 +72,44 @@ def test_the_shipped_file_is_valid_and_caps_bls_below_the_default_thread_pool():
 )
 def test_wrong_files_are_refused_by_key(tmp_path, text, words):
     with pytest.raises(ConfigError) as refusal:
-        deploys.load(write(tmp_path, text))
+        deploy_reader.load(write(tmp_path, text))
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
     assert refusal.value.cure
 
 
 def test_growth_and_limits_are_read_and_have_defaults(tmp_path):
     text = "pipeline: smoltalk\nchunks: {codec_chunk_growth: 2}\nlimits: {video_s: 10, image_pixels: 100}"
-    deploy = deploys.load(write(tmp_path, text))
-    assert deploy.chunks == deploys.Chunks(4, 25, 2.0)
+    deploy = deploy_reader.load(write(tmp_path, text))
+    assert deploy.chunks == Chunks(4, 25, 2.0)
     assert (deploy.limits.video_s, deploy.limits.image_pixels) == (10.0, 100)
     assert (deploy.limits.image_bytes, deploy.limits.video_bytes) == (32 << 20, 256 << 20)
-    assert deploys.load(write(tmp_path, "pipeline: smoltalk")).chunks.codec_chunk_growth == 0
+    assert deploy_reader.load(write(tmp_path, "pipeline: smoltalk")).chunks.codec_chunk_growth == 0
 
 
 def test_a_missing_file_says_so(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
-        deploys.load(tmp_path / "deploy.yaml")
+        deploy_reader.load(tmp_path / "deploy.yaml")
 
 
 def test_overrides_win_and_change_the_digest():
-    plain = deploys.load(SHIPPED)
-    more = deploys.load(SHIPPED, ["stage.thinker.engine.max_slots=3", "max_in_flight=5"])
+    plain = deploy_reader.load(SHIPPED)
+    more = deploy_reader.load(SHIPPED, ["stage.thinker.engine.max_slots=3", "max_in_flight=5"])
     assert more.stage("thinker").options.max_slots == 3 and more.max_in_flight == 5
     assert (
         plain.digest
         != more.digest
-        == deploys.load(SHIPPED, ["max_in_flight=5", "stage.thinker.engine.max_slots=3"]).digest
+        == deploy_reader.load(SHIPPED, ["max_in_flight=5", "stage.thinker.engine.max_slots=3"]).digest
     )
 
 
 @pytest.mark.parametrize("text", ["max_in_flight", "=3", "max_in_flight.x=3"])
 def test_malformed_overrides_are_refused(text):
     with pytest.raises(ConfigError, match="override"):
-        deploys.load(SHIPPED, [text])
+        deploy_reader.load(SHIPPED, [text])
 
 
 def test_colocated_stages_share_a_process():
-    deploy = deploys.load(SHIPPED, ["stage.talker.colocate=speech", "stage.code2wav.colocate=speech"])
+    deploy = deploy_reader.load(SHIPPED, ["stage.talker.colocate=speech", "stage.code2wav.colocate=speech"])
     assert deploy.hosted_with("code2wav") == ("talker", "code2wav")
     assert deploy.hosted_with("ears") == ("ears",)
     assert deploy.engine_group("code2wav") == deploy.engine_group("talker") != deploy.engine_group("ears")
@@ -120,11 +121,13 @@ def test_colocated_stages_share_a_process():
 def test_colocated_stages_have_one_device_and_one_interpreter(key, value):
     together = ["stage.talker.colocate=speech", "stage.code2wav.colocate=speech"]
     with pytest.raises(ConfigError, match=f"talker and code2wav share a process but differ in {key}"):
-        deploys.load(SHIPPED, [*together, f"stage.code2wav.{key}={value}"])
+        deploy_reader.load(SHIPPED, [*together, f"stage.code2wav.{key}={value}"])
 
 
 def test_an_engine_has_variables_of_its_own():
-    deploy = deploys.load(SHIPPED, ["stage.talker.env={PYTORCH_ALLOC_CONF: 'expandable_segments:True'}"])
+    deploy = deploy_reader.load(
+        SHIPPED, ["stage.talker.env={PYTORCH_ALLOC_CONF: 'expandable_segments:True'}"]
+    )
     assert deploy.stage("talker").env == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert deploy.stage("thinker").env == {}
 
@@ -139,37 +142,37 @@ def test_an_engine_has_variables_of_its_own():
 )
 def test_variables_that_cannot_be_are_refused(value, said):
     with pytest.raises(ConfigError, match=said):
-        deploys.load(SHIPPED, [f"stage.talker.env={value}"])
+        deploy_reader.load(SHIPPED, [f"stage.talker.env={value}"])
 
 
 def test_a_runtime_that_measures_the_gpu_is_the_first_of_its_process(tmp_path, monkeypatch):
     source = Path(__file__).parents[2] / "pipelines" / "echo.py"
     shared = "{device: gpu, colocate: all}"
     file = write(tmp_path, f"pipeline: {source}\nstages: {{writer: {shared}, singer: {shared}}}")
-    deploy = deploys.load(file)
+    deploy = deploy_reader.load(file)
     monkeypatch.setattr(deploy.engine_class("writer"), "leaves_default_stream", True)
-    deploys.load(file)
+    deploy_reader.load(file)
     monkeypatch.setattr(deploy.engine_class("singer"), "leaves_default_stream", True)
     with pytest.raises(ConfigError, match=r"writer and singer share a process, .* must be the first there"):
-        deploys.load(file)
+        deploy_reader.load(file)
 
 
 def test_a_pipeline_may_come_from_a_file_beside_the_deploy_file(tmp_path):
     source = Path(__file__).parents[2] / "pipelines" / "echo.py"
-    deploy = deploys.load(write(tmp_path, f"pipeline: {source}"))
+    deploy = deploy_reader.load(write(tmp_path, f"pipeline: {source}"))
     assert deploy.pipeline.name == "echo"
     with pytest.raises(ConfigError, match=r"nothere\.py"):
-        deploys.load(write(tmp_path, "pipeline: nothere.py"))
+        deploy_reader.load(write(tmp_path, "pipeline: nothere.py"))
 
 
 def test_the_connector_and_the_mode_have_defaults_and_are_read():
-    plain = deploys.load(SHIPPED)
+    plain = deploy_reader.load(SHIPPED)
     assert (plain.mode, plain.connector.window_bytes, plain.connector.queued_bytes) == (
         "async_chunk",
         32 << 20,
         256 << 20,
     )
-    given = deploys.load(SHIPPED, ["mode=sync", "connector.window_bytes=4096"])
+    given = deploy_reader.load(SHIPPED, ["mode=sync", "connector.window_bytes=4096"])
     assert (given.mode, given.connector.window_bytes, given.connector.queued_bytes) == (
         "sync",
         4096,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tritone import deploy as deploys
-from tritone import pbtxt
+from tritone import deploy_reader, pbtxt
+from tritone.deploy import Deploy
 from tritone.device import Device, visible
 from tritone.engine_process import EngineSpec
 from tritone.engines.base import Engine
@@ -44,14 +44,14 @@ def test_a_gpu_is_named_once() -> None:
         Device.parse(["gpu:0", "gpu:0"], "device")
 
 
-def load(tmp_path: Path, device: object, *overrides: str) -> deploys.Deploy:
+def load(tmp_path: Path, device: object, *overrides: str) -> Deploy:
     path = tmp_path / "deploy.yaml"
     path.write_text(yaml.safe_dump({"pipeline": str(ECHO), "stages": {"writer": {"device": device}}}))
-    return deploys.load(path, overrides)
+    return deploy_reader.load(path, overrides)
 
 
 class TestRendered:
-    def group(self, deploy: deploys.Deploy) -> tuple[str, int, list[int]]:
+    def group(self, deploy: Deploy) -> tuple[str, int, list[int]]:
         [group] = pbtxt.render(deploy)["echo_writer"].instance_group
         return group.Kind.Name(group.kind), group.count, list(group.gpus)
 

@@ -19,8 +19,7 @@ import pytest
 import yaml
 
 import echo
-from tritone import contract, control, inbox, readiness, wire
-from tritone import deploy as deploys
+from tritone import contract, control, deploy_reader, inbox, readiness, wire
 from tritone.engines.base import Placement
 from tritone.engines.batch_loop import BatchLoop
 from tritone.engines.host import Host, build_loops
@@ -60,7 +59,7 @@ class Server:
         path = folder / "deploy.yaml"
         stages = {"writer": {"engine": {"step_s": 0.002}}}
         path.write_text(yaml.safe_dump({"pipeline": str(Path(echo.__file__)), "stages": stages}))
-        self.deploy = deploys.load(path)
+        self.deploy = deploy_reader.load(path)
         self._folder = folder
         self.loops = {}
         for stage in ("writer", "singer", "wave"):

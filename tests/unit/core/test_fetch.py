@@ -16,16 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from tritone import contract
-from tritone import deploy as deploys
+from tritone import contract, deploy_reader
 from tritone.deploy import Limits, Urls
-from tritone.errors import InvalidRequest
+from tritone.errors import ConfigError, InvalidRequest
 from tritone.fetch import Fetcher, Network, check_urls, is_public, read_url, resolve
 from tritone.media import is_url
 from tritone.request import read_request
 from waiting import PATIENCE_S, until
 
-DEPLOY = deploys.load(Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml")
+DEPLOY = deploy_reader.load(Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml")
 FILE = bytes(range(256)) * 40
 SECONDS_OF_A_SLOW_SITE = 3 * PATIENCE_S
 
@@ -284,8 +283,8 @@ def test_more_urls_than_a_request_may_have_are_refused():
 )
 def test_a_pattern_that_is_no_host_is_a_fault_of_the_deploy_file(pattern):
     raw = {"pipeline": "smoltalk", "urls": {"allow": [pattern]}}
-    with pytest.raises(deploys.ConfigError, match=r"urls\.allow has"):
-        deploys.from_mapping(raw, "deploy.yaml")
+    with pytest.raises(ConfigError, match=r"urls\.allow has"):
+        deploy_reader.from_mapping(raw, "deploy.yaml")
 
 
 # -- where names may lead ----------------------------------------------------------------------------------

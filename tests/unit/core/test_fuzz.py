@@ -21,21 +21,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tritone import contract
-from tritone import deploy as deploys
+from tritone import contract, deploy_reader
 from tritone.audio import AudioLimits, decode_audio
+from tritone.deploy import Urls
 from tritone.errors import InvalidRequest, Unsupported
 from tritone.ports import NUMPY_DTYPES
 from tritone.request import MEDIA, check_supported, read_request
 from tritone.vision import VideoLimits, decode_image, decode_video
 
 REPOSITORY = Path(__file__).parents[3] / "model_repository"
-SMALLTALK = deploys.load(REPOSITORY / "smoltalk" / "deploy.yaml")
+SMALLTALK = deploy_reader.load(REPOSITORY / "smoltalk" / "deploy.yaml")
 ALL_MEDIA = (contract.IMAGE, contract.VIDEO)
 DEPLOY = dataclasses.replace(
     SMALLTALK,
     pipeline=dataclasses.replace(SMALLTALK.pipeline, accepts=(*SMALLTALK.pipeline.accepts, *ALL_MEDIA)),
-    urls=deploys.Urls(allow=("media.example",)),
+    urls=Urls(allow=("media.example",)),
 )
 PORTS = DEPLOY.pipeline.inputs
 MOST_PIXELS = 4_000_000

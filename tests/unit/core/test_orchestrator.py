@@ -29,8 +29,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 import echo
-from tritone import contract, control, wire
-from tritone import deploy as deploys
+from tritone import contract, control, deploy_reader, wire
 from tritone.chunk_feed import ChunkFeed
 from tritone.deploy import Chunks
 from tritone.engines.host import Host, build_loops
@@ -160,7 +159,7 @@ class Bench:
     def __init__(self, may_stream=True, plan=None, accepts=(), tracer=None, **settings):
         from tritone.orchestrator import Orchestrator
 
-        deploy = deploys.from_mapping({"pipeline": str(ECHO), **settings}, "test")
+        deploy = deploy_reader.from_mapping({"pipeline": str(ECHO), **settings}, "test")
         pipeline = deploy.pipeline
         pipeline = dataclasses.replace(
             pipeline, plan=plan or pipeline.plan, accepts=(*pipeline.accepts, *accepts)

@@ -9,8 +9,8 @@ import pytest
 import qwen3_omni_real_size
 import yaml
 
-from tritone import deploy as deploys
-from tritone import gpus, memory_plan, pbtxt, pipelines
+from tritone import deploy_reader, gpus, memory_plan, pbtxt, pipelines
+from tritone.deploy import Deploy
 from tritone.engines.memory import Term
 from tritone.errors import ConfigError
 from tritone.finding import Level
@@ -44,24 +44,24 @@ def test_order_is_deploy_then_profile_then_override(echo: Path, tmp_path: Path) 
     profile = write(
         tmp_path / "p.yaml", max_in_flight=6, stages={"writer": {"lease_s": 700}, "singer": {"threads": 3}}
     )
-    deploy = deploys.load(echo / "deploy.yaml", ["stage.singer.threads=4"], profile)
+    deploy = deploy_reader.load(echo / "deploy.yaml", ["stage.singer.threads=4"], profile)
     assert (deploy.max_in_flight, deploy.stage("writer").threads, deploy.stage("writer").lease_s) == (
         6,
         2,
         700,
     )
     assert deploy.stage("singer").threads == 4
-    assert deploy.digest != deploys.load(echo / "deploy.yaml").digest
+    assert deploy.digest != deploy_reader.load(echo / "deploy.yaml").digest
 
 
 def test_one_over_another(echo: Path, tmp_path: Path) -> None:
     below = write(tmp_path / "below.yaml", max_in_flight=6, max_queued=1)
     above = write(tmp_path / "above.yaml", over=below, max_queued=2)
-    deploy = deploys.load(echo / "deploy.yaml", (), above)
+    deploy = deploy_reader.load(echo / "deploy.yaml", (), above)
     assert (deploy.max_in_flight, deploy.max_queued) == (6, 2)
     ring = tmp_path / "ring.yaml"
     with pytest.raises(ConfigError, match="lies over itself"):
-        deploys.load(echo / "deploy.yaml", (), write(ring, over=str(ring)))
+        deploy_reader.load(echo / "deploy.yaml", (), write(ring, over=str(ring)))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_one_over_another(echo: Path, tmp_path: Path) -> None:
 def test_a_bad_one_is_refused(echo: Path, tmp_path: Path, text: str, what: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ConfigError) as refused:
-        deploys.load(echo / "deploy.yaml", (), str(tmp_path / "bad.yaml"))
+        deploy_reader.load(echo / "deploy.yaml", (), str(tmp_path / "bad.yaml"))
     assert what in str(refused.value)
 
 
@@ -103,9 +103,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestInTheBox:
-    def load(self, name: str, checkpoint: Path, *overrides: str) -> deploys.Deploy:
+    def load(self, name: str, checkpoint: Path, *overrides: str) -> Deploy:
         dummy = [f"stage.{stage}.engine.load_format=dummy" for stage in ("thinker", "talker", "code2wav")]
-        return deploys.load(OMNI, [f"checkpoint={checkpoint}", *dummy, *overrides], name)
+        return deploy_reader.load(OMNI, [f"checkpoint={checkpoint}", *dummy, *overrides], name)
 
     def test_names(self) -> None:
         names = ["dummy_one_h200", "one_h200", "one_h200_together", "one_h200_vllm", "two_gpus"]
@@ -152,7 +152,7 @@ class TestInTheBox:
         assert weights.num_bytes == 30_532_646_912 * 2 and context.num_bytes == 48 * 2 * 4 * 6144 * 128 * 2
         assert share.num_bytes - weights.num_bytes - 8 * GIB > 32 * context.num_bytes
 
-    def terms(self, deploy: deploys.Deploy) -> list[Term]:
+    def terms(self, deploy: Deploy) -> list[Term]:
         plan = memory_plan.plan([deploy], [H200], RAM)
         return [term for share in plan.shares for term in share.terms]
 
@@ -200,8 +200,8 @@ class TestInTheBox:
         assert memory_plan.plan([eighty], [], RAM).too_small() == []
 
     def test_dummy_differs_in_nothing_but_weights(self, real: Path) -> None:
-        released = deploys.load(OMNI, (), "one_h200")
-        dummy = deploys.load(OMNI, (), "dummy_one_h200")
+        released = deploy_reader.load(OMNI, (), "one_h200")
+        dummy = deploy_reader.load(OMNI, (), "dummy_one_h200")
         assert not any(stage.reads_weights for stage in dummy.stages.values())
         assert all(stage.reads_weights for stage in released.stages.values())
         for name, stage in released.stages.items():

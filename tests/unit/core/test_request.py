@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tritone import contract, pbtxt
-from tritone import deploy as deploys
+from tritone import contract, deploy_reader, pbtxt
+from tritone.deploy import Limits
 from tritone.errors import InvalidRequest, TritoneError, Unsupported
 from tritone.request import check_supported, read_request
 
-DEPLOY = deploys.load(Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml")
+DEPLOY = deploy_reader.load(Path(__file__).parents[3] / "model_repository" / "smoltalk" / "deploy.yaml")
 SEES = dataclasses.replace(
     DEPLOY,
     pipeline=dataclasses.replace(
         DEPLOY.pipeline, accepts=(*DEPLOY.pipeline.accepts, contract.IMAGE, contract.VIDEO)
     ),
-    limits=deploys.Limits(audio_bytes=3, image_bytes=4, video_bytes=5),
+    limits=Limits(audio_bytes=3, image_bytes=4, video_bytes=5),
 )
 
 

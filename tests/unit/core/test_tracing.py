@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 
-from tritone import deploy as deploys
+from tritone import deploy_reader
 from tritone.deploy import Tracing
 from tritone.errors import ConfigError
 from tritone.otlp import CLOSE_S, OtlpTracer, Readable, Sender, open_otlp, process_resource
@@ -271,12 +271,12 @@ def test_an_interpreter_without_opentelemetry_serves_without_spans(monkeypatch, 
 )
 def test_a_tracing_block_that_cannot_be_meant_starts_no_server(block, what):
     with pytest.raises(ConfigError, match=what.replace("[", "\\[").replace("?", "\\?")):
-        deploys.from_mapping({"pipeline": "fake", "tracing": block}, "test")
+        deploy_reader.from_mapping({"pipeline": "fake", "tracing": block}, "test")
 
 
 def test_a_tracing_block_is_read():
     block = {"otlp_endpoint": "https://collector.example.org:4318/otlp", "sample_ratio": 0.1}
-    deploy = deploys.from_mapping({"pipeline": "fake", "tracing": block}, "test")
+    deploy = deploy_reader.from_mapping({"pipeline": "fake", "tracing": block}, "test")
     assert deploy.tracing == Tracing("https://collector.example.org:4318/otlp", 0.1)
 
 

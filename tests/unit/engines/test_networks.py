@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tritone.errors import ConfigError
-from tritone.networks.decoder import Decoder, DecoderConfig, Span
+from tritone.networks.decoder import Decoder
+from tritone.networks.decoder_config import DecoderConfig
+from tritone.networks.spans import Span
 from tritone.networks.weights import Weights
 
 from .conftest import CONFIG

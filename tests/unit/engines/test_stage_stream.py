@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tritone import deploy as deploys
+from tritone import deploy_reader
 from tritone.engines import host
 from tritone.engines.base import Placement
 from tritone.engines.loop import Loop
@@ -116,7 +116,7 @@ def urgencies(tmp_path: Path, stages: dict[str, Any], together: tuple[str, ...],
     """What the streams of engines are given that one process hosts."""
     file = tmp_path / "deploy.yaml"
     file.write_text(yaml.safe_dump({"pipeline": str(ECHO), "stages": stages}))
-    deploy = deploys.load(file)
+    deploy = deploy_reader.load(file)
     peers = Peers("tritone-test/nobody", lambda address: None, lambda address: None)
     loops = host.build_loops(deploy, together, "cuda:0", peers, num_gpus=gpus)
     return [loop._stream._urgency for loop in loops.values()]
@@ -132,13 +132,13 @@ class TestHost:
     def test_a_runtime_that_leaves_the_default_stream_is_given_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        engine = deploys.load(_echo(tmp_path)).engine_class("writer")
+        engine = deploy_reader.load(_echo(tmp_path)).engine_class("writer")
         monkeypatch.setattr(engine, "leaves_default_stream", True)
         assert urgencies(tmp_path, {"writer": {"urgency": 1}}, ("writer",)) == [1]
         assert urgencies(tmp_path, {}, ("writer",), gpus=2) == [None], "its kernels are launched elsewhere"
 
     def test_a_talker_goes_first_and_a_thinker_last(self) -> None:
-        deploy = deploys.from_mapping({"pipeline": "qwen3_omni"}, "test")
+        deploy = deploy_reader.from_mapping({"pipeline": "qwen3_omni"}, "test")
         assert [deploy.stage(name).urgency for name in ("talker", "code2wav", "thinker")] == [2, 1, 0]
 
 

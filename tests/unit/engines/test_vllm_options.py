@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tritone import deploy, pbtxt
+from tritone import deploy_reader, pbtxt
 from tritone.engines.vllm.engine_args import check_engine_args, prepare, spread
 from tritone.errors import ConfigError
 
@@ -18,7 +18,9 @@ KNOWN = ["model", "max_num_seqs", "gpu_memory_utilization", "quantization", "pip
 
 def loaded(**engine):
     stages = {"thinker": {"python": "/opt/vllm/bin/python", "engine": {"kind": "vllm", **engine}}}
-    return deploy.from_mapping({"pipeline": "qwen3_omni", "stages": stages}, "deploy.yaml").stage("thinker")
+    return deploy_reader.from_mapping({"pipeline": "qwen3_omni", "stages": stages}, "deploy.yaml").stage(
+        "thinker"
+    )
 
 
 def test_a_deploy_file_is_read_without_vllm():
@@ -31,7 +33,7 @@ def test_a_deploy_file_is_read_without_vllm():
 
 def test_a_stage_of_many_gpus_is_one_instance():
     stage = {"device": ["gpu:0", "gpu:1"], "engine": {"kind": "vllm"}}
-    read = deploy.from_mapping({"pipeline": "qwen3_omni", "stages": {"thinker": stage}}, "deploy.yaml")
+    read = deploy_reader.from_mapping({"pipeline": "qwen3_omni", "stages": {"thinker": stage}}, "deploy.yaml")
     [group] = pbtxt._stage_config(read, read.pipeline.stage("thinker")).instance_group
     assert group.kind == group.KIND_MODEL and group.count == 1
 

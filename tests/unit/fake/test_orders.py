@@ -2,8 +2,8 @@
 
 import pytest
 
-from tritone import deploy as deploys
-from tritone.deploy import read_dataclass
+from tritone import deploy_reader
+from tritone.deploy_reader import read_dataclass
 from tritone.errors import ConfigError, InvalidRequest
 from tritone.pipelines.fake import PIPELINE
 from tritone.pipelines.fake.engines import PacedOptions
@@ -12,7 +12,7 @@ from tritone.pipelines.fake.signal import voice_of
 from tritone.pipelines.fake.wave import WaveOptions
 from tritone.request import read_request
 
-DEPLOY = deploys.from_mapping({"pipeline": "fake"}, "test")
+DEPLOY = deploy_reader.from_mapping({"pipeline": "fake"}, "test")
 
 
 def test_plain_words_are_said_as_they_are():

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tritone.kernels.products import TWO_ROWS
-from tritone.networks.decoder import Decoder, DecoderConfig, Span
+from tritone.networks.decoder import Decoder
+from tritone.networks.decoder_config import DecoderConfig
 from tritone.networks.experts import ExpertsConfig
+from tritone.networks.spans import Span
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
 from tritone.pipelines.qwen3_omni.frame import Codec, FrameRow
 from tritone.pipelines.qwen3_omni.frame_buffers import FrameBuffers, pack, pack_spare

@@ -13,9 +13,9 @@ from tritone.engines.prompt_graph import PlainPrompts, prompt_graphs
 from tritone.engines.prompt_kernels import KernelPrompts
 from tritone.kernels.grouped_experts import GroupedExperts
 from tritone.kernels.prompt_attention import tiles_of
-from tritone.networks.decoder import Span
 from tritone.networks.decoder_size import DecoderSize
 from tritone.networks.layer_weights import ExpertWeights
+from tritone.networks.spans import Span
 
 from .test_kernel_experts import CHOSEN, EXPERTS, HIDDEN, INNER, PIECES, output
 from .test_token_step import CONFIG, CONTEXT, FILLED, GPU, SLOTS, VOCABULARY, decoder

@@ -13,8 +13,10 @@ from tritone.engines.token_graph import PlainTokens, TokenGraphs
 from tritone.engines.token_kernels import KernelTokens
 from tritone.kernels.layers import can_run
 from tritone.kernels.noise import KernelNoise
-from tritone.networks.decoder import Decoder, DecoderConfig, Span
+from tritone.networks.decoder import Decoder
+from tritone.networks.decoder_config import DecoderConfig
 from tritone.networks.experts import ExpertsConfig
+from tritone.networks.spans import Span
 from tritone.sampling import Sampling
 
 VOCABULARY, SLOTS, CONTEXT = 150, 7, 40

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tritone import allocator
-from tritone import deploy as deploys
+from tritone import allocator, deploy_reader
 from tritone import server as servers
 from tritone.engine_process import EngineSpec
 
@@ -43,7 +42,7 @@ def test_a_setting_of_the_user_holds_for_both(environments):
 
 
 def test_engines_without_tensors_are_as_frugal_as_the_server(monkeypatch, tmp_path):
-    deploy = deploys.load(FAKE)
+    deploy = deploy_reader.load(FAKE)
     monkeypatch.setenv(allocator.VARIABLE, allocator.SERVER)
     for stage in deploy.stages.values():
         spec = EngineSpec(tmp_path, ("a",), "x", (), 1, None, 1.0, env=stage.env)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from fake_machine import write_deploy, write_file
 
-from tritone import deploy as deploys
-from tritone import doctor, pbtxt
+from tritone import deploy_reader, doctor, pbtxt
 from tritone.errors import ConfigError
 from tritone.finding import Finding, Level, ok, problem, worst
 from tritone.memory_plan import GIB, MIB
@@ -121,17 +120,17 @@ class TestPorts:
 
 class TestPipeline:
     def test_threads(self, tmp_path: Path) -> None:
-        deploy = deploys.load(write_deploy(tmp_path / "echo", bls_threads=40) / "deploy.yaml")
+        deploy = deploy_reader.load(write_deploy(tmp_path / "echo", bls_threads=40) / "deploy.yaml")
         assert "40 BLS threads of a pool of 48" in doctor.check_threads(deploy).what
         own = doctor.check_threads(deploy, ["--backend-config=python,thread-pool-size=40"])
         assert own.level is Level.PROBLEM
 
     def test_tracing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-        silent = deploys.load(write_deploy(tmp_path / "silent") / "deploy.yaml")
+        silent = deploy_reader.load(write_deploy(tmp_path / "silent") / "deploy.yaml")
         assert doctor.check_tracing(silent) == []
         tracing = {"otlp_endpoint": "http://127.0.0.1:4318"}
-        deploy = deploys.load(write_deploy(tmp_path / "echo", tracing=tracing) / "deploy.yaml")
+        deploy = deploy_reader.load(write_deploy(tmp_path / "echo", tracing=tracing) / "deploy.yaml")
         [finding] = doctor.check_tracing(deploy)
         assert finding.level is Level.OK and "http://127.0.0.1:4318" in finding.what
         monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
@@ -139,7 +138,9 @@ class TestPipeline:
         assert finding.level is Level.WARNING and "tritone[tracing]" in finding.cure
 
     def test_checkpoint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        deploy = deploys.load(write_deploy(tmp_path / "echo", checkpoint=str(tmp_path / "1")) / "deploy.yaml")
+        deploy = deploy_reader.load(
+            write_deploy(tmp_path / "echo", checkpoint=str(tmp_path / "1")) / "deploy.yaml"
+        )
         assert doctor.check_checkpoint(deploy)[0].what == "echo needs none"
         deploy = replace(deploy, pipeline=replace(deploy.pipeline, checkpoint=Checkpoint.BUILT))
         [finding] = doctor.check_checkpoint(deploy)  # one line, though every stage lacks it
@@ -154,7 +155,7 @@ class TestRepository:
         return [finding.level for finding in doctor.check_repository(folder)]
 
     def test_rendered(self, echo_folder: Path) -> None:
-        pbtxt.write(deploys.load(echo_folder / "deploy.yaml"), echo_folder)
+        pbtxt.write(deploy_reader.load(echo_folder / "deploy.yaml"), echo_folder)
         assert set(self.levels(echo_folder)) == {Level.OK}
 
     def test_not_rendered(self, echo_folder: Path) -> None:
@@ -162,7 +163,7 @@ class TestRepository:
         assert finding.cure == f"run `tritone render {echo_folder}`"
 
     def test_too_high_and_too_low_name_the_right_one(self, echo_folder: Path) -> None:
-        pbtxt.write(deploys.load(echo_folder / "deploy.yaml"), echo_folder)
+        pbtxt.write(deploy_reader.load(echo_folder / "deploy.yaml"), echo_folder)
         for wrong in (echo_folder.parent, echo_folder / "echo_wave", echo_folder / "echo_wave" / "1"):
             [finding] = doctor.check_repository(wrong)
             assert finding.level is Level.PROBLEM
@@ -173,7 +174,7 @@ class TestRepository:
         assert self.levels(echo_folder) == [Level.PROBLEM]
 
     def test_stranger(self, echo_folder: Path) -> None:
-        pbtxt.write(deploys.load(echo_folder / "deploy.yaml"), echo_folder)
+        pbtxt.write(deploy_reader.load(echo_folder / "deploy.yaml"), echo_folder)
         write_file(echo_folder / "leftover" / "config.pbtxt")
         assert Level.PROBLEM in self.levels(echo_folder)
 

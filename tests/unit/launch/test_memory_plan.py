@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from fake_machine import write_deploy, write_file
 
-from tritone import cli, gpus, memory_plan
-from tritone import deploy as deploys
+from tritone import cli, deploy_reader, gpus, memory_plan
 from tritone.deploy import Deploy
 from tritone.engines.base import Engine
 from tritone.engines.memory import Ground, Term, gpu_share, product
@@ -25,7 +24,7 @@ H200 = Gpu("H200", 140 * GIB, 139 * GIB)
 
 def load(folder: Path, **fields: object) -> Deploy:
     """A deploy of the echo pipeline whose stages say that they have weights."""
-    deploy = deploys.load(write_deploy(folder, **fields) / "deploy.yaml")
+    deploy = deploy_reader.load(write_deploy(folder, **fields) / "deploy.yaml")
     object.__setattr__(deploy.pipeline, "checkpoint", Checkpoint.BUILT)
     return deploy
 

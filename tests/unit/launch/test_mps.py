@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from fake_machine import FAKE_MPS, write_deploy, write_file
 
-from tritone import cli, commands, guard, mps, serve
-from tritone import deploy as deploys
+from tritone import cli, commands, deploy_reader, guard, mps, serve
 from tritone.engine_process import EngineSpec
 from tritone.errors import ConfigError
 from tritone.guard import Run
@@ -110,13 +109,13 @@ def test_the_daemon_of_another_run_is_left_alone(program: Path, run: Path, tmp_p
 
 def test_it_is_refused_without_a_gpu_or_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="mps is true, and no stage is on a GPU"):
-        deploys.load(write_deploy(tmp_path / "a", mps=True) / "deploy.yaml")
+        deploy_reader.load(write_deploy(tmp_path / "a", mps=True) / "deploy.yaml")
     stages = {"singer": {"device": "gpu:0"}}
-    deploy = deploys.load(write_deploy(tmp_path / "b", mps=True, stages=stages) / "deploy.yaml")
+    deploy = deploy_reader.load(write_deploy(tmp_path / "b", mps=True, stages=stages) / "deploy.yaml")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="nvidia-cuda-mps-control is not on PATH"):
         mps.is_wanted([deploy])
-    assert not mps.is_wanted([deploys.load(write_deploy(tmp_path / "c") / "deploy.yaml")])
+    assert not mps.is_wanted([deploy_reader.load(write_deploy(tmp_path / "c") / "deploy.yaml")])
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -140,9 +139,9 @@ def test_urgent_stages_go_first(tmp_path: Path) -> None:
         "singer": {"device": "gpu:0", "colocate": "speech", "urgency": 2},
         "wave": {"device": "gpu:0", "colocate": "speech"},
     }
-    deploy = deploys.load(write_deploy(tmp_path / "a", mps=True, stages=stages) / "deploy.yaml")
+    deploy = deploy_reader.load(write_deploy(tmp_path / "a", mps=True, stages=stages) / "deploy.yaml")
     assert [deploy.mps_priority(name) for name in stages] == [1, 0, 0]
     spec = EngineSpec(tmp_path, ("writer",), "address", (0,), 1, None, 1.0, deploy.mps_priority("writer"))
     assert spec.environment()["CUDA_MPS_CLIENT_PRIORITY"] == "1"
-    without = deploys.load(write_deploy(tmp_path / "b", stages=stages) / "deploy.yaml")
+    without = deploy_reader.load(write_deploy(tmp_path / "b", stages=stages) / "deploy.yaml")
     assert without.mps_priority("singer") is None

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from fake_machine import write_deploy
 
-from tritone import deploy as deploys
-from tritone import pipeline_watch
+from tritone import deploy_reader, pipeline_watch
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError, TritoneError, Unavailable
 from tritone.health import SERVING, Board
@@ -69,7 +68,7 @@ class FakeRun:
 
 
 def load(folder: Path, **fields: object) -> Deploy:
-    return deploys.load(write_deploy(folder, **fields) / "deploy.yaml")
+    return deploy_reader.load(write_deploy(folder, **fields) / "deploy.yaml")
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tritone import deploy as deploys
-from tritone import profiling, wire
+from tritone import deploy_reader, profiling, wire
 from tritone.deploy import Deploy
 from tritone.errors import (
     ConfigError,
@@ -37,7 +36,9 @@ Serve = Callable[[str, Reply], None]
 
 
 def deploy(profiling: bool = True, **stages: dict[str, object]) -> Deploy:
-    return deploys.from_mapping({"pipeline": str(ECHO), "profiling": profiling, "stages": stages}, "test")
+    return deploy_reader.from_mapping(
+        {"pipeline": str(ECHO), "profiling": profiling, "stages": stages}, "test"
+    )
 
 
 def order(stage: str = "writer", kind: str = "torch", form: str = "json.gz", **more: object) -> wire.Profile:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tritone import cli, doctor, memory_plan, pipelines
-from tritone import deploy as deploys
+from tritone import cli, deploy_reader, doctor, memory_plan, pipelines
 from tritone import serve as serving
 from tritone.checkpoint import released_bytes, require_released
 from tritone.deploy_file import set_value
@@ -117,7 +116,7 @@ class TestReleased:
 
 class TestDeploy:
     def test_all_stages_read_the_one_folder(self, demo: Path, released: Path):
-        deploy = deploys.load(demo / "deploy.yaml", [f"checkpoint={released}"])
+        deploy = deploy_reader.load(demo / "deploy.yaml", [f"checkpoint={released}"])
         assert deploy.stage_folder("writer") == deploy.stage_folder("wave") == released
         assert deploy.require_checkpoint("writer") == released
         (released / "config.json").unlink()
@@ -132,14 +131,14 @@ class TestDeploy:
             require_released(released, "demo")
 
     def test_a_built_one_has_a_folder_a_stage(self, demo: Path, tmp_path: Path):
-        deploy = deploys.load(demo / "deploy.yaml", [f"checkpoint={tmp_path}"])
+        deploy = deploy_reader.load(demo / "deploy.yaml", [f"checkpoint={tmp_path}"])
         deploy = replace(deploy, pipeline=replace(deploy.pipeline, checkpoint=Checkpoint.BUILT))
         assert deploy.stage_folder("writer") == tmp_path / "writer"
         with pytest.raises(ConfigError, match="no complete checkpoint"):
             deploy.require_checkpoint("writer")
 
     def test_none_needs_nothing(self, demo: Path, tmp_path: Path):
-        deploy = deploys.load(demo / "deploy.yaml", [f"checkpoint={tmp_path}"])
+        deploy = deploy_reader.load(demo / "deploy.yaml", [f"checkpoint={tmp_path}"])
         deploy = replace(deploy, pipeline=replace(deploy.pipeline, checkpoint=Checkpoint.NONE))
         assert deploy.require_checkpoint("writer") == tmp_path / "writer"
 
@@ -149,7 +148,7 @@ class TestDoctor:
         write_weights(
             released / "model-00002-of-00002.safetensors", {"writer.b": 20 << 20, "wave.a": 4 << 20}
         )
-        deploy = deploys.load(demo / "deploy.yaml", [f"checkpoint={released}"])
+        deploy = deploy_reader.load(demo / "deploy.yaml", [f"checkpoint={released}"])
 
         def needed() -> int:
             return memory_plan.plan([deploy], [], ram()).needed_bytes("cpu")
@@ -165,7 +164,7 @@ class TestDoctor:
         assert doctor.checkpoints_present().what.startswith("demo in ")
 
     def test_a_broken_one_is_one_finding(self, demo: Path, tmp_path: Path):
-        deploy = deploys.load(demo / "deploy.yaml", [f"checkpoint={tmp_path}"])
+        deploy = deploy_reader.load(demo / "deploy.yaml", [f"checkpoint={tmp_path}"])
         [finding] = doctor.check_checkpoint(deploy)
         assert finding.level is Level.PROBLEM and "no config.json" in finding.what
 
@@ -187,7 +186,7 @@ class TestRender:
         out = tmp_path / "out"
         assert tritone("render", "demo", "--checkpoint", released, "--out", out) == 0
         assert (demo / "deploy.yaml").read_text() == DEPLOY
-        assert deploys.load(out / "deploy.yaml").checkpoint == released
+        assert deploy_reader.load(out / "deploy.yaml").checkpoint == released
 
     def test_a_folder_that_does_not_fit_changes_nothing(self, demo: Path, tmp_path: Path, capsys):
         assert tritone("render", "demo", "--checkpoint", tmp_path / "nowhere") == 1
@@ -213,7 +212,7 @@ class TestServe:
     def test_is_an_override(self, demo: Path, tmp_path: Path, asked):
         odd = tmp_path / "a: b #1"
         assert tritone("serve", "demo", "--set", "max_in_flight=2", "--checkpoint", odd) == 0
-        deploy = deploys.load(demo / "deploy.yaml", asked[0].overrides)
+        deploy = deploy_reader.load(demo / "deploy.yaml", asked[0].overrides)
         assert deploy.checkpoint == odd and deploy.max_in_flight == 2
 
     def test_is_for_one_pipeline(self, demo: Path, released: Path, asked, capsys):

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from fake_machine import write_deploy, write_file
 
-from tritone import deploy as deploys
-from tritone import pbtxt, repository
+from tritone import deploy_reader, pbtxt, repository
 from tritone.errors import ConfigError
 
 
@@ -51,7 +50,7 @@ def test_some_other_folder(tmp_path: Path) -> None:
 
 
 def test_stale_and_stranger_models(echo_folder: Path) -> None:
-    deploy = deploys.load(echo_folder / "deploy.yaml")
+    deploy = deploy_reader.load(echo_folder / "deploy.yaml")
     assert "echo_writer" in repository.stale(deploy, echo_folder)
     pbtxt.write(deploy, echo_folder)
     assert repository.stale(deploy, echo_folder) == []

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from fake_machine import write_deploy, write_file
 
-from tritone import deploy as deploys
-from tritone import gpus
+from tritone import deploy_reader, gpus
 from tritone.deploy import Deploy
 from tritone.errors import ConfigError
 from tritone.finding import Level
@@ -22,15 +21,17 @@ RAM = Place("cpu", "RAM", 64 * GIB, 60 * GIB)
 
 
 def test_what_is_served_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    roomy = deploys.load(write_deploy(tmp_path / "a", memory={"ram_gib": 2}) / "deploy.yaml")
+    roomy = deploy_reader.load(write_deploy(tmp_path / "a", memory={"ram_gib": 2}) / "deploy.yaml")
     [finding] = check_planned([roomy], Room.now())
     assert finding.level is Level.OK and "2.0 GiB in all" in finding.what
-    tight = deploys.load(write_deploy(tmp_path / "b", memory={"ram_gib": 1}) / "deploy.yaml")
+    tight = deploy_reader.load(write_deploy(tmp_path / "b", memory={"ram_gib": 1}) / "deploy.yaml")
     [finding] = check_planned([tight], Room.now())
     assert finding.level is Level.PROBLEM
     assert "cpu is too small: 1.3 GiB planned, 1.0 GiB in all" in finding.what
     assert finding.cure == "lower instances, or free some"
-    far = deploys.load(write_deploy(tmp_path / "c", stages={"wave": {"device": "gpu:1"}}) / "deploy.yaml")
+    far = deploy_reader.load(
+        write_deploy(tmp_path / "c", stages={"wave": {"device": "gpu:1"}}) / "deploy.yaml"
+    )
     monkeypatch.setattr(gpus, "num_gpus", lambda: 1)
     [ram, gpu, missing] = check_planned([far], Room((), RAM))
     assert (ram.level, gpu.level, missing.level) == (Level.OK, Level.OK, Level.PROBLEM)
@@ -52,7 +53,7 @@ class TestReload:
         return [self.load(tmp_path / "old"), self.renamed(self.load(tmp_path / "other"), "other")]
 
     def load(self, folder: Path, **stages: object) -> Deploy:
-        return deploys.load(write_deploy(folder, stages=stages) / "deploy.yaml")
+        return deploy_reader.load(write_deploy(folder, stages=stages) / "deploy.yaml")
 
     def renamed(self, deploy: Deploy, name: str) -> Deploy:
         return replace(deploy, pipeline=replace(deploy.pipeline, name=name))

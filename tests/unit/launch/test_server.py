@@ -11,7 +11,7 @@ import pytest
 from fake_machine import PYTHON_VERSION, write_deploy, write_file
 
 import tritone
-from tritone import deploy as deploys
+from tritone import deploy_reader
 from tritone import server as servers
 from tritone.errors import ConfigError
 from tritone.server import DOORS, STUB, Interpreter, Listen, Server
@@ -180,7 +180,7 @@ class TestCommand:
 @pytest.mark.parametrize(("bls_threads", "expected"), [(24, None), (25, 33), (64, 72)])
 def test_pool_threads(tmp_path: Path, bls_threads: int, expected: int | None) -> None:
     folder = write_deploy(tmp_path / "echo", bls_threads=bls_threads)
-    assert servers.pool_threads([deploys.load(folder / "deploy.yaml")]) == expected
+    assert servers.pool_threads([deploy_reader.load(folder / "deploy.yaml")]) == expected
 
 
 def test_an_open_host_is_near_at_loopback() -> None:

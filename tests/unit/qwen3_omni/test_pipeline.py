@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tritone import deploy as deploys
+from tritone import deploy_reader
 from tritone.engines.base import Placement
 from tritone.errors import ConfigError, InvalidRequest, Unsupported
 from tritone.pipelines.qwen3_omni import PIPELINE, check_speaker
@@ -17,7 +17,7 @@ from tritone.request import read_request
 
 from .conftest import picture
 
-DEPLOY = deploys.load(Path(__file__).parents[3] / "model_repository" / "qwen3_omni" / "deploy.yaml")
+DEPLOY = deploy_reader.load(Path(__file__).parents[3] / "model_repository" / "qwen3_omni" / "deploy.yaml")
 
 
 def plan(modalities: str, parameters: dict[str, Any] | None = None, **values: Any) -> Any:

@@ -15,7 +15,7 @@ from qwen3_omni_oracle import CASES
 
 from tritone.engines.base import Placement
 from tritone.engines.token_buffers import TokenRow
-from tritone.networks.decoder import Span
+from tritone.networks.spans import Span
 from tritone.pipelines.qwen3_omni.positions import positions_of
 from tritone.pipelines.qwen3_omni.thinker import Thinker, ThinkerOptions
 from tritone.sampling import Sampling

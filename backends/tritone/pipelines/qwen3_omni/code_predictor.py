@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritone.networks.decoder import Decoder, DecoderConfig, Span
+from tritone.networks.decoder import Decoder
+from tritone.networks.decoder_config import DecoderConfig
 from tritone.networks.linear import Linear
+from tritone.networks.spans import Span
 from tritone.networks.weights import Weights
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from tritone.engines import sampler
-from tritone.networks.decoder import Decoder, Span
+from tritone.networks.decoder import Decoder
+from tritone.networks.spans import Span
 from tritone.networks.transfer import on_device
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
 from tritone.ports import Array

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tritone.networks.decoder import Span
+from tritone.networks.spans import Span
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tritone.engines.prompt_graph import PromptGraphs
-    from tritone.networks.decoder import Span
+    from tritone.networks.spans import Span
     from tritone.pipelines.qwen3_omni.frame import Flight, FrameRow
     from tritone.pipelines.qwen3_omni.positions import PromptPositions
     from tritone.pipelines.qwen3_omni.speech_inputs import SpeechPrompt
@@ -130,7 +130,8 @@ class Talker(SlotEngine[_Session]):
         torch = prepared_torch(placement)
         from tritone.engines.graph_memory import buckets
         from tritone.engines.prompt_graph import prompt_graphs
-        from tritone.networks.decoder import Decoder, DecoderConfig
+        from tritone.networks.decoder import Decoder
+        from tritone.networks.decoder_config import DecoderConfig
         from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
         from tritone.pipelines.qwen3_omni.frame import NOT_A_NUMBER, Codec, EagerFrames, FrameRow, Frames

@@ -25,7 +25,7 @@ from tritone.pipelines.qwen3_omni.thinking import GREETING, ThinkerSession, Thin
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tritone.networks.decoder import Span
+    from tritone.networks.spans import Span
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Thinker(Thinking, GraphTextEngine[ThinkerSession]):
 
         processor = load_processor(placement.checkpoint)
         from tritone.engines.text import ChatTokenizer
-        from tritone.networks.decoder import Decoder, DecoderConfig
+        from tritone.networks.decoder import Decoder
+        from tritone.networks.decoder_config import DecoderConfig
         from tritone.networks.transfer import array_on_device, begun_on_host
         from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.positions import positions_of

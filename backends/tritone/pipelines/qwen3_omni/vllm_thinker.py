@@ -60,7 +60,7 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
 
         import_transformers()
         from tritone.engines.text import ChatTokenizer
-        from tritone.networks.decoder import DecoderConfig
+        from tritone.networks.decoder_config import DecoderConfig
         from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.prompt import PromptReader
         from tritone.pipelines.qwen3_omni.towers import Towers
