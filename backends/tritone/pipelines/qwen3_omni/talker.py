@@ -35,6 +35,7 @@ from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import InvalidRequest, TritoneError, not_numbers
 from tritone.pipelines.qwen3_omni import check_speaker
 from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS, OmniConfig
+from tritone.pipelines.qwen3_omni.loop_guard import LoopGuard
 from tritone.pipelines.qwen3_omni.memory import talker_terms
 from tritone.ports import Array
 from tritone.sampling import Sampling
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
 HEAD_TOKENS = 3  # that begin the assistant's turn: sign, role, line break
 NO_KEY = 0  # of every row: nothing is ever shared between two sequences
-LONGEST_LOOP = 16  # frames; the repetition guard knows loops up to this length
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class TalkerOptions(SlotOptions):
 @dataclass(eq=False, kw_only=True)
 class _Session(SlotSession):
     speaker: int  # id in the talker's vocabulary
+    guard: LoopGuard
     prompt_ids: Array | None = None  # int32 [U]
     positions: PromptPositions | None = None  # None: of each row its place
     media_rows: list[Array] = field(default_factory=list)  # float32 [m, thinker's H], behind media tokens
@@ -81,13 +82,9 @@ class _Session(SlotSession):
     prompt: SpeechPrompt | None = None  # but its last row; until that has been read
     text: Tensor | None = None  # [H]: what the next row that draws is made of, if that has come
     codes: list[int] = field(default_factory=list)  # code 0 of every token drawn, the end sign included
-    frames: list[tuple[int, ...]] = field(default_factory=list)  # the last ones, for the repetition guard
     num_frames: int = 0  # told
     draws: int = 0  # launched, of which some are not told yet
     awaits_text: bool = False  # the next frame has no text row yet
-    runs: list[int] = field(
-        default_factory=lambda: [0] * (LONGEST_LOOP + 1)
-    )  # by length of a loop: frames in it
 
     @property
     def has_prompt(self) -> bool:
@@ -217,7 +214,11 @@ class Talker(SlotEngine[_Session]):
         self._check_room(session)
         speaker = check_speaker(settings.get("speaker"), tuple(sorted(self._config.speakers)))
         new = _Session(
-            id=session, sampling=sampling_of(settings), keys=[], speaker=self._config.speakers[speaker]
+            id=session,
+            sampling=sampling_of(settings),
+            keys=[],
+            speaker=self._config.speakers[speaker],
+            guard=LoopGuard(self._options.max_looped_frames),
         )
         if inputs:
             self._take_in(new, inputs)
@@ -425,27 +426,13 @@ class Talker(SlotEngine[_Session]):
         if not self._frames.overlaps:
             self._await_text(session)
         outputs: Values = {"frames": frame[None]}
-        if self._note_frame(session, tuple(frame.tolist())):
+        if session.guard.hear(tuple(frame.tolist())):
             return self._ended(session, "repetition", outputs)
         return Delta(session.id, outputs)
 
     def _await_text(self, session: _Session) -> None:
         session.awaits_text = True
         self._make_rows(session)
-
-    def _note_frame(self, session: _Session, frame: tuple[int, ...]) -> bool:
-        """Whether the speech has run in a loop for too long."""
-        past, runs = session.frames, session.runs
-        if frame in past:
-            for length in range(1, LONGEST_LOOP + 1):
-                again = len(past) >= length and past[-length] == frame
-                runs[length] = runs[length] + 1 if again else 0
-        elif any(runs):
-            runs[:] = [0] * len(runs)
-        past.append(frame)
-        del past[:-LONGEST_LOOP]
-        most = self._options.max_looped_frames
-        return bool(most) and max(runs) >= most
 
     def _ended(self, session: _Session, reason: str, outputs: Values | None = None) -> Delta:
         delta = Delta(session.id, outputs or {}, reason, session.usage)
