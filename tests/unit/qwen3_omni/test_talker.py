@@ -14,7 +14,7 @@ from tritone.errors import InvalidRequest, Unavailable
 from tritone.networks.weights import Weights
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
 from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS, OmniConfig
-from tritone.pipelines.qwen3_omni.frame import FrameRow
+from tritone.pipelines.qwen3_omni.frame_row import FrameRow
 from tritone.pipelines.qwen3_omni.talker import Talker
 from tritone.sampling import Sampling
 

@@ -27,8 +27,9 @@ from tritone.engines.staging import Staging
 from tritone.engines.static_draw import DrawSettings, draw, penalise
 from tritone.networks.decoder import Decoder
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
-from tritone.pipelines.qwen3_omni.frame import FIRST_CODEBOOK, NOT_A_NUMBER, Codec, Flight, FrameRow, Frames
+from tritone.pipelines.qwen3_omni.frame import FIRST_CODEBOOK, Codec, Flight, Frames
 from tritone.pipelines.qwen3_omni.frame_buffers import FrameBuffers, pack, pack_spare
+from tritone.pipelines.qwen3_omni.frame_row import NOT_A_NUMBER, FrameRow
 from tritone.ports import Array
 
 Program = Callable[[int], None]
