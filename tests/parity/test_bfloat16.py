@@ -22,9 +22,9 @@ from tritone.engines.token_buffers import TokenRow  # noqa: E402
 from tritone.engines.token_graph import PlainTokens  # noqa: E402
 from tritone.engines.token_kernels import KernelTokens  # noqa: E402
 from tritone.networks.decoder_config import DecoderConfig  # noqa: E402
-from tritone.pipelines.qwen3_omni.frame import FrameRow  # noqa: E402
 from tritone.pipelines.qwen3_omni.frame_buffers import pack  # noqa: E402
 from tritone.pipelines.qwen3_omni.frame_kernels import KernelProgram  # noqa: E402
+from tritone.pipelines.qwen3_omni.frame_row import FrameRow  # noqa: E402
 from tritone.sampling import Sampling  # noqa: E402
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU")

@@ -25,3 +25,15 @@ class Staging:
             torch.zeros(buffer.shape, dtype=buffer.dtype, pin_memory=is_cuda) for buffer in (packed, drawn)
         )
         return cls(packed, drawn, torch.cuda.Event() if is_cuda else None)  # type: ignore[no-untyped-call]
+
+    def fetch(self, drawn: Tensor) -> None:
+        """Begin to copy what was drawn for the first rows."""
+        self.drawn[: len(drawn)].copy_(drawn, non_blocking=True)
+        if self.done is not None:
+            self.done.record()
+
+    def fetched(self, count: int) -> Tensor:
+        """What was drawn for the first rows, waited for."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.drawn[:count]

@@ -4,10 +4,9 @@
                            ▲                                                               │
                            └── token, kept by slot ◄── TokenDraw, for those who ask ◄──────┴─► pinned ─► host
 
-A captured step is a program: a function of how many rows it has, over buffers at fixed addresses. Rows beyond
-those that were asked for work in a spare slot. What is drawn stays on the device as the next row of its slot,
-so that a step can be launched before the host knows the tokens of the one before: two sets of pinned buffers
-are enough. Greedy rows are done with the graph; what others ask for is launched behind it, for them alone.
+What is drawn stays on the device as the next row of its slot, so that a step can be launched before the host
+knows the tokens of the one before. Greedy rows are done with the graph; what others ask for is launched
+behind it, for them alone. How a step is captured and launched: step_graphs.py.
 
 `PlainTokens` is the program in plain torch: what the one in kernels (token_kernels.py) is held to.
 """
@@ -15,23 +14,20 @@ are enough. Greedy rows are done with the graph; what others ask for is launched
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritone.engines.cuda_graphs import CudaGraphs
 from tritone.engines.graph_memory import buckets
 from tritone.engines.staging import Staging
+from tritone.engines.step_graphs import Program, StepGraphs
 from tritone.engines.token_buffers import OUT_OF_REACH, TokenBuffers, TokenRow, pack, pack_spare
 from tritone.engines.token_draw import PlainNoise, TokenDraw
 from tritone.networks.decoder import Decoder
 from tritone.networks.transfer import on_device
 from tritone.sampling import Sampling
-
-Program = Callable[[int], None]
 
 
 class PlainTokens:
@@ -79,14 +75,10 @@ class TokenFlight:
         """rows: as they stand in the buffers; order: their places in what was asked for."""
         self._staging, self._rows, self._order = staging, rows, order
         self._draw, self._scores = draw, scores
-        if staging.done is not None:
-            staging.done.record()
 
     def tokens(self) -> list[Drawn]:
         """Of each row as they were asked for; waited for."""
-        if self._staging.done is not None:
-            self._staging.done.synchronize()
-        tokens: list[int] = self._staging.drawn[: len(self._rows)].tolist()
+        tokens: list[int] = self._staging.fetched(len(self._rows)).tolist()
         others = [number for number, token in enumerate(tokens) if token == OUT_OF_REACH]
         if others:
             assert self._scores is not None
@@ -99,8 +91,8 @@ class TokenFlight:
         return drawn
 
 
-class TokenGraphs:
-    """Launches a captured program, and the draws behind it; on a CPU, which has no graphs, calls them."""
+class TokenGraphs(StepGraphs):
+    """Launches the draws behind a captured step, too."""
 
     def __init__(
         self,
@@ -115,14 +107,9 @@ class TokenGraphs:
 
         one_bucket: the largest alone, so that the kernels, and with them the rounding, are always the same.
         """
-        self._program = program  # holds the weights, of which a graph knows no more than the addresses
+        sizes = buckets(1, slots)[-1 if one_bucket else 0 :]
+        super().__init__(program, buffers.packed, buffers.ids, pack_spare(len(buffers.packed), slots), sizes)
         self._buffers, self._draw = buffers, draw
-        self._buckets = buckets(1, slots)[-1 if one_bucket else 0 :]
-        self._staging = [Staging.beside(buffers.packed, buffers.ids) for _ in range(2)]
-        self._spare = pack_spare(len(buffers.packed), slots)
-        # The largest first: the others then live in the memory that it has taken.
-        captured = CudaGraphs(buffers.packed.device)
-        self._replays = {rows: captured(partial(program, rows)) for rows in reversed(self._buckets)}
 
     def warm_up(self) -> None:
         """Draw in every way once, before the first session: first calls compile."""
@@ -150,16 +137,10 @@ class TokenGraphs:
         order = sorted(range(len(rows)), key=lambda place: self._draw.width(rows[place]))
         rows = [rows[place] for place in order]
         count = len(rows)
-        bucket = next(size for size in self._buckets if size >= count)
-        self._staging.reverse()
-        staging, buffers = self._staging[0], self._buffers
-        packed = staging.packed.numpy()
-        pack(rows, buffers.logits.shape[1], packed)
-        packed[count:bucket] = self._spare[count:bucket]
-        buffers.packed[:bucket].copy_(staging.packed[:bucket], non_blocking=True)
-        self._replays[bucket]()
+        pack(rows, self._buffers.logits.shape[1], self._next_rows())
+        staging = self._replay(count)
         scores = self._draw(rows)
-        staging.drawn[:count].copy_(buffers.ids[:count], non_blocking=True)
+        staging.fetch(self._buffers.ids[:count])
         return TokenFlight(staging, rows, order, self._draw, scores)
 
 

@@ -26,10 +26,11 @@ from tritone.networks.decoder_config import DecoderConfig
 from tritone.networks.dummy_weights import DummyWeights
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
 from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS, OmniConfig
-from tritone.pipelines.qwen3_omni.frame import FIRST_CODEBOOK, Codec, FrameRow
+from tritone.pipelines.qwen3_omni.frame import FIRST_CODEBOOK, Codec
 from tritone.pipelines.qwen3_omni.frame_buffers import FrameBuffers
 from tritone.pipelines.qwen3_omni.frame_graph import GraphFrames, PlainProgram
 from tritone.pipelines.qwen3_omni.frame_kernels import KernelProgram
+from tritone.pipelines.qwen3_omni.frame_row import FrameRow
 from tritone.sampling import Sampling
 
 DEVICE = "cuda:0"

@@ -13,10 +13,11 @@ from tritone.networks.decoder_config import DecoderConfig
 from tritone.networks.experts import ExpertsConfig
 from tritone.networks.spans import Span
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
-from tritone.pipelines.qwen3_omni.frame import Codec, FrameRow
+from tritone.pipelines.qwen3_omni.frame import Codec
 from tritone.pipelines.qwen3_omni.frame_buffers import FrameBuffers, pack, pack_spare
 from tritone.pipelines.qwen3_omni.frame_graph import GraphFrames, PlainProgram
 from tritone.pipelines.qwen3_omni.frame_kernels import KernelProgram
+from tritone.pipelines.qwen3_omni.frame_row import FrameRow
 from tritone.sampling import Sampling
 
 VOCABULARY, END, SLOTS, BUCKET, CONTEXT, HIDDEN, HEAD = 70, 66, 7, 8, 24, 32, 16

@@ -24,27 +24,12 @@ from tritone.networks.decoder import Decoder
 from tritone.networks.spans import Span
 from tritone.networks.transfer import on_device
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
+from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS
+from tritone.pipelines.qwen3_omni.frame_row import NOT_A_NUMBER, FrameRow
 from tritone.ports import Array
 from tritone.sampling import Sampling
 
 FIRST_CODEBOOK = 1  # number of code 0 in the draws; 0 is the thinker's
-NOT_A_NUMBER = -1  # in place of code 0: what it was to be drawn from was not a number
-
-
-@dataclass(frozen=True)
-class FrameRow:
-    """What a slot brings to its next frame."""
-
-    slot: int
-    place: int  # of the row in its slot
-    position: float | None  # that turns it, if that is not its place
-    text: Tensor  # [H]: the row but for the last frame's embeddings
-    begins: bool  # the last row of a prompt: there was no frame before
-    sampling: Sampling  # of code 0
-    draws: int  # that the slot's sequence had before this one
-    drawn: Sequence[int]  # code 0 of the draws that are known by now
-    bars_end: bool  # the end sign must not come
-    is_last: bool  # code 0 ends the sequence whatever it is: no frame is asked for
 
 
 @dataclass(frozen=True)
@@ -54,6 +39,13 @@ class Codec:
     silenced: Tensor  # bool [V], on the device: ids that are never drawn
     end: int  # the end sign, which gets no frame
     residual: Sampling  # of the codes after the first, but for seed and temperature of a greedy talker
+
+    @classmethod
+    def of(cls, vocab_size: int, end: int, residual: Sampling, device: torch.device) -> Codec:
+        silenced = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        silenced[vocab_size - RESERVED_CODEC_IDS :] = True
+        silenced[end] = False
+        return cls(silenced, end, residual)
 
     def of_residuals(self, sampling: Sampling) -> Sampling:
         return replace(self.residual, seed=sampling.seed, temperature=self.residual_temperature(sampling))

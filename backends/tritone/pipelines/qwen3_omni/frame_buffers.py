@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tritone.engines.packed_rows import COLUMNS, PackedRows, seed_words, seeds_of
-from tritone.pipelines.qwen3_omni.frame import Codec, FrameRow
+from tritone.pipelines.qwen3_omni.frame import Codec
+from tritone.pipelines.qwen3_omni.frame_row import FrameRow
 from tritone.ports import Array
 
 INTEGERS = ("slot", "place", "draws", "begins", "bars_end", "seed_low", "seed_high", "top_k")

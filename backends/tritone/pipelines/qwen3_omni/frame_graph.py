@@ -3,9 +3,8 @@
     rows ─► pinned ─► FrameBuffers ─► graph of the smallest bucket that holds them ─► frames ─► pinned ─► host
                                         └─ decoder, draws, code predictor, embeddings: nothing waits
 
-A captured frame is a program: a function of how many rows it makes, over buffers at fixed addresses. Rows
-beyond those that were asked for work in a spare slot. The host writes the rows of one frame while the device
-makes the one before, and reads its codes while it makes the next: two sets of pinned buffers are enough.
+The host writes the rows of one frame while the device makes the one before, and reads its codes while it
+makes the next. How a frame is captured and launched: engines/step_graphs.py.
 
 `PlainProgram` is the program in plain torch: what the one in kernels (frame_kernels.py) is held to.
 """
@@ -13,25 +12,24 @@ makes the one before, and reads its codes while it makes the next: two sets of p
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritone.engines.cuda_graphs import CudaGraphs
 from tritone.engines.graph_memory import buckets
 from tritone.engines.sampler import gumbel_of_all, gumbel_of_frame
 from tritone.engines.staging import Staging
 from tritone.engines.static_draw import DrawSettings, draw, penalise
+from tritone.engines.step_graphs import Program, StepGraphs
 from tritone.networks.decoder import Decoder
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
-from tritone.pipelines.qwen3_omni.frame import FIRST_CODEBOOK, NOT_A_NUMBER, Codec, Flight, FrameRow, Frames
+from tritone.pipelines.qwen3_omni.frame import FIRST_CODEBOOK, Codec, Flight, Frames
 from tritone.pipelines.qwen3_omni.frame_buffers import FrameBuffers, pack, pack_spare
+from tritone.pipelines.qwen3_omni.frame_row import NOT_A_NUMBER, FrameRow
 from tritone.ports import Array
-
-Program = Callable[[int], None]
 
 
 class PlainProgram:
@@ -100,8 +98,8 @@ class PlainProgram:
         return draw(logits, settings, noise)
 
 
-class GraphFrames(Frames):
-    """Launches a captured program; on a CPU, which has no graphs, calls it."""
+class GraphFrames(StepGraphs, Frames):
+    """Launches a captured frame, which reads the rows to speak beside what the host packs."""
 
     def __init__(
         self,
@@ -117,33 +115,23 @@ class GraphFrames(Frames):
 
         one_bucket: the largest alone, so that the kernels, and with them the rounding, are always the same.
         """
+        most = len(buffers.packed)
+        sizes = buckets(1, most)[-1 if one_bucket else 0 :]
+        super().__init__(program, buffers.packed, buffers.frames, pack_spare(most, slots), sizes)
         self.overlaps = overlaps
-        self._program = program  # holds the weights, of which a graph knows no more than the addresses
         self._buffers, self._codec = buffers, codec
         self._vocab_size = buffers.seen.shape[1]
-        self._buckets = buckets(1, len(buffers.packed))[-1 if one_bucket else 0 :]
-        self._staging = [Staging.beside(buffers.packed, buffers.frames) for _ in range(2)]
-        self._spare = pack_spare(len(buffers.packed), slots)
-        # The largest first: the others then live in the memory that it has taken.
-        captured = CudaGraphs(buffers.packed.device)
-        self._replays = {rows: captured(partial(program, rows)) for rows in reversed(self._buckets)}
 
     def begin(self, slot: int) -> None:
         self._buffers.seen[slot] = False
 
     @torch.inference_mode()
     def launch(self, rows: Sequence[FrameRow]) -> Flight:
-        count = len(rows)
-        bucket = next(size for size in self._buckets if size >= count)
-        self._staging.reverse()
-        staging, buffers = self._staging[0], self._buffers
-        packed = staging.packed.numpy()
-        pack(rows, self._codec, self._vocab_size, packed)
-        packed[count:bucket] = self._spare[count:bucket]
+        count, buffers = len(rows), self._buffers
+        pack(rows, self._codec, self._vocab_size, self._next_rows())
         torch.stack([row.text for row in rows], out=buffers.text[:count])
-        buffers.packed[:bucket].copy_(staging.packed[:bucket], non_blocking=True)
-        self._replays[bucket]()
-        staging.drawn[:count].copy_(buffers.frames[:count], non_blocking=True)
+        staging = self._replay(count)
+        staging.fetch(buffers.frames[:count])
         return _Flying(staging, count)
 
 
@@ -152,13 +140,9 @@ class _Flying(Flight):
 
     def __init__(self, staging: Staging, count: int) -> None:
         self._staging, self._count = staging, count
-        if staging.done is not None:
-            staging.done.record()
 
     def frames(self) -> Array:
-        if self._staging.done is not None:
-            self._staging.done.synchronize()
-        frames: Array = self._staging.drawn[: self._count].numpy().copy()
+        frames: Array = self._staging.fetched(self._count).numpy().copy()
         return frames
 
 

@@ -28,6 +28,7 @@ from tritone.networks.linear import Linear
 from tritone.networks.transfer import array_on_device, on_device
 from tritone.networks.weights import Weights
 from tritone.pipelines.qwen3_omni.config import OmniConfig
+from tritone.pipelines.qwen3_omni.positions import PromptPositions
 from tritone.ports import Array
 
 _PADDED = 4  # positions of the head without text
@@ -116,6 +117,10 @@ class SpeechInputs:
             tuple(media),
             (codec.nothink, codec.think_bos, codec.think_eos, speaker, codec.pad),
         )
+
+    def positions(self, table: Array) -> PromptPositions:
+        """Of a prompt's rows, float32 [3, P], in memory of their own."""
+        return PromptPositions(torch.tensor(table))
 
     @torch.inference_mode()
     def rows(self, prompt: SpeechPrompt, start: int, end: int) -> Tensor:

@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
@@ -34,8 +33,11 @@ from tritone.engines.text_writer import sampling_of
 from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import InvalidRequest, TritoneError, not_numbers
 from tritone.pipelines.qwen3_omni import check_speaker
-from tritone.pipelines.qwen3_omni.config import RESERVED_CODEC_IDS, OmniConfig
+from tritone.pipelines.qwen3_omni.config import OmniConfig
+from tritone.pipelines.qwen3_omni.frame_row import NOT_A_NUMBER, FrameRow
+from tritone.pipelines.qwen3_omni.loop_guard import LoopGuard
 from tritone.pipelines.qwen3_omni.memory import talker_terms
+from tritone.pipelines.qwen3_omni.session_rows import SessionRows, project
 from tritone.ports import Array
 from tritone.sampling import Sampling
 
@@ -44,13 +46,10 @@ if TYPE_CHECKING:
 
     from tritone.engines.prompt_graph import PromptGraphs
     from tritone.networks.spans import Span
-    from tritone.pipelines.qwen3_omni.frame import Flight, FrameRow
-    from tritone.pipelines.qwen3_omni.positions import PromptPositions
-    from tritone.pipelines.qwen3_omni.speech_inputs import SpeechPrompt
+    from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
+    from tritone.pipelines.qwen3_omni.frame import Codec, Flight, Frames
 
-HEAD_TOKENS = 3  # that begin the assistant's turn: sign, role, line break
 NO_KEY = 0  # of every row: nothing is ever shared between two sequences
-LONGEST_LOOP = 16  # frames; the repetition guard knows loops up to this length
 
 
 @dataclass(frozen=True)
@@ -65,29 +64,25 @@ class TalkerOptions(SlotOptions):
     overlap: bool = True  # a frame may begin before the frame before it was told
     batch_invariant: bool = False  # always the kernels of the largest batch: codes never depend on the load
 
+    @property
+    def residual(self) -> Sampling:
+        """Of the codes of a frame after the first."""
+        return Sampling(
+            temperature=self.residual_temperature,
+            top_k=self.residual_top_k,
+            top_p=self.residual_top_p,
+        )
+
 
 @dataclass(eq=False, kw_only=True)
 class _Session(SlotSession):
-    speaker: int  # id in the talker's vocabulary
-    prompt_ids: Array | None = None  # int32 [U]
-    positions: PromptPositions | None = None  # None: of each row its place
-    media_rows: list[Array] = field(default_factory=list)  # float32 [m, thinker's H], behind media tokens
-    head: list[int] = field(default_factory=list)  # tokens
-    told: list[int] = field(default_factory=list)  # tokens to speak that are not projected yet
-    texts: list[Tensor] = field(
-        default_factory=list
-    )  # [H] each: projected tokens to speak, from the first on
-    text_ended: bool = False
-    prompt: SpeechPrompt | None = None  # but its last row; until that has been read
+    rows: SessionRows
+    guard: LoopGuard
     text: Tensor | None = None  # [H]: what the next row that draws is made of, if that has come
     codes: list[int] = field(default_factory=list)  # code 0 of every token drawn, the end sign included
-    frames: list[tuple[int, ...]] = field(default_factory=list)  # the last ones, for the repetition guard
     num_frames: int = 0  # told
     draws: int = 0  # launched, of which some are not told yet
     awaits_text: bool = False  # the next frame has no text row yet
-    runs: list[int] = field(
-        default_factory=lambda: [0] * (LONGEST_LOOP + 1)
-    )  # by length of a loop: frames in it
 
     @property
     def has_prompt(self) -> bool:
@@ -129,14 +124,12 @@ class Talker(SlotEngine[_Session]):
     def __init__(self, placement: Placement, options: TalkerOptions) -> None:
         torch = prepared_torch(placement)
         from tritone.engines.graph_memory import buckets
-        from tritone.engines.prompt_graph import prompt_graphs
         from tritone.networks.decoder import Decoder
         from tritone.networks.decoder_config import DecoderConfig
         from tritone.pipelines.qwen3_omni.checkpoint_weights import open_weights
         from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
-        from tritone.pipelines.qwen3_omni.frame import NOT_A_NUMBER, Codec, EagerFrames, FrameRow, Frames
-        from tritone.pipelines.qwen3_omni.frame_graph import graph_frames
-        from tritone.pipelines.qwen3_omni.positions import PromptPositions, positions_of
+        from tritone.pipelines.qwen3_omni.frame import Codec, EagerFrames
+        from tritone.pipelines.qwen3_omni.positions import positions_of
         from tritone.pipelines.qwen3_omni.speech_inputs import SpeechInputs
 
         config = OmniConfig.read(placement.checkpoint)
@@ -158,10 +151,8 @@ class Talker(SlotEngine[_Session]):
             cleared=graphs,
         )
         super().__init__(options, decoder, reuse=False)
-        self._torch = torch
-        self._prompt_positions, self._positions_of = PromptPositions, positions_of
-        self._options = options
-        self._config = config
+        self._options, self._config = options, config
+        self._positions_of = positions_of
         self._inputs = SpeechInputs(config, weights, decoder)
         predictor = CodePredictor(
             config.talker["code_predictor_config"],
@@ -170,35 +161,11 @@ class Talker(SlotEngine[_Session]):
             device=placement.device,
             dtype=dtype,
         )
-        silenced = torch.zeros(shape.vocab_size, dtype=torch.bool, device=decoder.device)
-        silenced[shape.vocab_size - RESERVED_CODEC_IDS :] = True
-        silenced[config.codec.eos] = False
-        residual = Sampling(
-            temperature=options.residual_temperature,
-            top_k=options.residual_top_k,
-            top_p=options.residual_top_p,
-        )
-        codec = Codec(silenced, config.codec.eos, residual)
-        self._frame_row, self._not_a_number = FrameRow, NOT_A_NUMBER
+        codec = Codec.of(shape.vocab_size, config.codec.eos, options.residual, decoder.device)
         self._frames: Frames = EagerFrames(decoder, predictor, codec)
         self._prompts: PromptGraphs | None = None
         if graphs:
-            self._prompts = prompt_graphs(
-                decoder,
-                options.prefill_chunk_tokens,
-                slots=options.max_slots,
-                kernels=options.kernels,
-                one_bucket=options.batch_invariant,
-            )
-            self._frames = graph_frames(
-                decoder,
-                predictor,
-                codec,
-                slots=options.max_slots,
-                overlaps=options.overlap,
-                kernels=options.kernels,
-                one_bucket=options.batch_invariant,
-            )
+            self._capture(predictor, codec)
         self._launched: deque[_Launched] = deque()
         self._told: dict[str, _Session] = {}  # whose tokens the next step projects, all in one pass
         self._counts["codec_frames"] = 0
@@ -212,13 +179,40 @@ class Talker(SlotEngine[_Session]):
     def _has_graphs(placement: Placement, options: TalkerOptions) -> bool:
         return options.cuda_graphs and placement.device != "cpu"
 
+    def _capture(self, predictor: CodePredictor, codec: Codec) -> None:
+        """To be called once, before the first session, if steps are to be graphs."""
+        from tritone.engines.prompt_graph import prompt_graphs
+        from tritone.pipelines.qwen3_omni.frame_graph import graph_frames
+
+        options = self._options
+        self._prompts = prompt_graphs(
+            self._decoder,
+            options.prefill_chunk_tokens,
+            slots=options.max_slots,
+            kernels=options.kernels,
+            one_bucket=options.batch_invariant,
+        )
+        self._frames = graph_frames(
+            self._decoder,
+            predictor,
+            codec,
+            slots=options.max_slots,
+            overlaps=options.overlap,
+            kernels=options.kernels,
+            one_bucket=options.batch_invariant,
+        )
+
     # -- the interface --------------------------------------------------------------------------------------
 
     def add_request(self, session: str, inputs: Values, settings: Mapping[str, Any]) -> None:
         self._check_room(session)
         speaker = check_speaker(settings.get("speaker"), tuple(sorted(self._config.speakers)))
         new = _Session(
-            id=session, sampling=sampling_of(settings), keys=[], speaker=self._config.speakers[speaker]
+            id=session,
+            sampling=sampling_of(settings),
+            keys=[],
+            rows=SessionRows(self._inputs, self._config.speakers[speaker]),
+            guard=LoopGuard(self._options.max_looped_frames),
         )
         if inputs:
             self._take_in(new, inputs)
@@ -231,10 +225,10 @@ class Talker(SlotEngine[_Session]):
         try:
             self._take_in(known, inputs)
             if last:
-                known.text_ended = True
+                known.rows.text_ended = True
                 self._project()
                 self._make_rows(known)
-                if known.texts and not known.has_prompt:
+                if known.rows.texts and not known.has_prompt:
                     raise TritoneError("the rows behind media tokens never came", "try again")
                 if not known.has_prompt:
                     self._end_unspoken(known)
@@ -244,72 +238,44 @@ class Talker(SlotEngine[_Session]):
     # -- what comes in --------------------------------------------------------------------------------------
 
     def _take_in(self, session: _Session, inputs: Values) -> None:
-        if "prompt_ids" in inputs:
-            session.prompt_ids = np.asarray(inputs["prompt_ids"])
-            rows = len(session.prompt_ids) + self._inputs.num_head_rows
-            most = self._options.max_context_tokens
-            if rows >= most:
-                raise InvalidRequest(
-                    f"messages fills {rows} positions of the talker, and prompt and speech may fill {most}",
-                    "send less text or fewer media, or ask for modalities 'text'",
-                )
-        if "prompt_positions" in inputs:
-            session.positions = self._prompt_positions(
-                self._torch.tensor(np.asarray(inputs["prompt_positions"]))
+        session.rows.take_in(inputs)
+        rows, most = session.rows.num_prompt_rows, self._options.max_context_tokens
+        if rows >= most:
+            raise InvalidRequest(
+                f"messages fills {rows} positions of the talker, and prompt and speech may fill {most}",
+                "send less text or fewer media, or ask for modalities 'text'",
             )
-        if "media_rows" in inputs:
-            session.media_rows.append(np.asarray(inputs["media_rows"]))
-        tokens = np.asarray(inputs.get("token_ids", ()), np.int64).tolist()
-        missing = HEAD_TOKENS - len(session.head)
-        session.head += tokens[:missing]
-        if tokens[missing:]:
-            session.told += tokens[missing:]
+        if session.rows.told:
             self._told[session.id] = session
         self._make_rows(session)
 
     def _project(self) -> None:
-        """Make the rows of all tokens that were told, by one pass: its launches cost more than its work."""
         told = [s for s in self._told.values() if self._sessions.get(s.id) is s]
         if told:
-            rows = iter(self._inputs.spoken([token for session in told for token in session.told]))
+            project(self._inputs, [session.rows for session in told])
             for session in told:
-                session.texts += islice(rows, len(session.told))
-                session.told.clear()
                 self._make_rows(session)
         self._told.clear()  # last: what a failed pass has left is not forgotten
 
     def _make_rows(self, session: _Session) -> None:
-        """Make every input row whose parts have come; a session with its first rows waits for a slot."""
-        if not session.keys and session.prompt_ids is not None and len(session.head) == HEAD_TOKENS:
-            prompt = self._inputs.prompt(
-                session.prompt_ids, session.media_rows, session.head, session.speaker
-            )
-            if prompt is not None:
-                session.media_rows.clear()
-                session.prompt = prompt
-                session.keys += [NO_KEY] * len(prompt.tokens)
+        """Take every input row whose parts have come; a session with its first rows waits for a slot."""
+        if not session.keys:
+            begun = session.rows.begin_prompt()
+            if begun:
+                session.keys += [NO_KEY] * begun
                 self._queue(session)
-        if session.keys and not session.has_prompt and session.texts:
-            self._add_row(session, self._inputs.first(session.texts[0]))
+        if session.keys and not session.has_prompt and self._add_row(session, session.rows.last_of_prompt()):
             session.prompt_tokens = len(session.keys)
         if session.awaits_text:
-            text = self._text_row(session)
-            if text is not None:
-                self._add_row(session, text)
-                session.awaits_text = False
+            session.awaits_text = not self._add_row(session, session.rows.text(session.draws))
 
-    def _text_row(self, session: _Session) -> Tensor | None:
-        """What is added to the embeddings of the last frame; None if it has not come."""
-        place = session.draws  # the first token went into the prompt
-        if place < len(session.texts):
-            return session.texts[place]
-        if not session.text_ended:
-            return None
-        return self._inputs.text_end if place == len(session.texts) else self._inputs.padding
-
-    def _add_row(self, session: _Session, text: Tensor) -> None:
+    def _add_row(self, session: _Session, text: Tensor | None) -> bool:
+        """Let the next frame be made of a text [H]; False if there is none."""
+        if text is None:
+            return False
         session.text = text
         session.keys.append(NO_KEY)
+        return True
 
     def _end_unspoken(self, session: _Session) -> None:
         """The answer had no token to speak."""
@@ -325,8 +291,7 @@ class Talker(SlotEngine[_Session]):
         return super().has_work or bool(self._launched or self._told)
 
     def _rows(self, session: _Session, span: Span) -> Tensor:
-        assert session.prompt is not None
-        return self._inputs.rows(session.prompt, span.start, span.end)
+        return session.rows.of_prompt(span.start, span.end)
 
     def _begun(self, session: _Session) -> list[Delta]:
         self._frames.begin(session.held.index)
@@ -357,7 +322,7 @@ class Talker(SlotEngine[_Session]):
         if not sessions:
             return
         rows = self._joined([self._rows(s, span) for s, span in zip(sessions, spans, strict=True)])
-        positions = self._positions_of([session.positions for session in sessions], spans)
+        positions = self._positions_of([session.rows.positions for session in sessions], spans)
         if self._prompts is None:
             self._decoder.forward(rows, spans, positions=positions)
         else:
@@ -365,7 +330,7 @@ class Talker(SlotEngine[_Session]):
         for session, span in zip(sessions, spans, strict=True):
             session.held.filled = span.end
             if not session.unread:
-                session.prompt = None
+                session.rows.prompt = None
 
     def _launch(self, due: list[_Session]) -> None:
         """Begin a frame for each session."""
@@ -380,13 +345,13 @@ class Talker(SlotEngine[_Session]):
                 self._await_text(session)
 
     def _frame_of(self, session: _Session) -> FrameRow:
-        sampling, place = session.sampling, session.held.filled
+        sampling, place, positions = session.sampling, session.held.filled, session.rows.positions
         is_full = len(session.keys) >= self._options.max_context_tokens
         assert session.text is not None
-        return self._frame_row(
+        return FrameRow(
             slot=session.held.index,
             place=place,
-            position=None if session.positions is None else session.positions.of(place),
+            position=None if positions is None else positions.of(place),
             text=session.text,
             begins=not session.draws,
             sampling=sampling,
@@ -409,7 +374,7 @@ class Talker(SlotEngine[_Session]):
     def _hear(self, session: _Session, frame: Array, is_last: bool) -> Delta:
         """Take in a session's next frame int32 [codebooks]."""
         code = int(frame[0])
-        if code == self._not_a_number:
+        if code == NOT_A_NUMBER:
             self.abort(session.id)
             return Delta(session.id, error=not_numbers(f"the talker's scores for frame {session.num_frames}"))
         session.codes.append(code)
@@ -426,27 +391,13 @@ class Talker(SlotEngine[_Session]):
         if not self._frames.overlaps:
             self._await_text(session)
         outputs: Values = {"frames": frame[None]}
-        if self._note_frame(session, tuple(frame.tolist())):
+        if session.guard.hear(tuple(frame.tolist())):
             return self._ended(session, "repetition", outputs)
         return Delta(session.id, outputs)
 
     def _await_text(self, session: _Session) -> None:
         session.awaits_text = True
         self._make_rows(session)
-
-    def _note_frame(self, session: _Session, frame: tuple[int, ...]) -> bool:
-        """Whether the speech has run in a loop for too long."""
-        past, runs = session.frames, session.runs
-        if frame in past:
-            for length in range(1, LONGEST_LOOP + 1):
-                again = len(past) >= length and past[-length] == frame
-                runs[length] = runs[length] + 1 if again else 0
-        elif any(runs):
-            runs[:] = [0] * len(runs)
-        past.append(frame)
-        del past[:-LONGEST_LOOP]
-        most = self._options.max_looped_frames
-        return bool(most) and max(runs) >= most
 
     def _ended(self, session: _Session, reason: str, outputs: Values | None = None) -> Delta:
         delta = Delta(session.id, outputs or {}, reason, session.usage)
