@@ -20,8 +20,6 @@ import struct
 import threading
 from typing import Any
 
-import msgspec
-
 from tritone.wire.framing import decode, encode
 from tritone.wire.messages import AnyMessage
 
@@ -114,8 +112,8 @@ class Channel:
     def receive(self, flags: int = 0) -> Any:
         """The next message. Raises Disconnected at the end, BlockingIOError if MSG_DONTWAIT finds none."""
         try:
-            size, rights, message_flags, _ = self._sock.recvmsg_into(
-                [self._room], socket.CMSG_SPACE(4), flags | socket.MSG_CMSG_CLOEXEC
+            size, rights, message_flags, _ = self._sock.recvmsg_into(  # room for one descriptor, no padding
+                [self._room], socket.CMSG_LEN(4), flags | socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             raise
@@ -137,7 +135,9 @@ class Channel:
             if size < MAP_BYTES:
                 return decode(os.pread(descriptors[0], size, 0))
             return decode(mmap.mmap(descriptors[0], 0, access=mmap.ACCESS_READ))
-        except (msgspec.MsgspecError, ValueError, IndexError) as error:
+        except Disconnected:
+            raise
+        except Exception as error:  # what is no array may raise anything in numpy
             raise Disconnected(f"a packet is not a message: {error}") from None
         finally:
             for fd in descriptors:

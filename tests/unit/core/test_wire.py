@@ -1,9 +1,12 @@
 """What crosses a process border arrives as it was sent, at any size, and a lost peer is noticed."""
 
+import socket
+import struct
 import threading
 import time
 import uuid
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -148,11 +151,40 @@ def test_the_last_words_of_a_peer_that_read_no_more_arrive(pair, told):
         near.receive()
 
 
-def test_garbage_ends_the_connection_instead_of_the_process(pair):
+def array(head, body=b""):
+    """A message with an array that is described by `head`, as a peer that does not mind could send it."""
+    head = msgspec.msgpack.encode(head)
+    ext = msgspec.msgpack.Ext(1, struct.pack("<H", len(head)) + head + body)
+    return msgspec.msgpack.encode(["Piece", "s", "m", "n", 0, {"x": ext}, False])
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"garbage",
+        array(("no dtype", [1]), bytes(4)),
+        array(("<f4", ["two"]), bytes(8)),
+        array(("<f4", [2**62, 4]), bytes(8)),
+        array(5),
+        array(("<f4", [2]))[:-9],
+    ],
+    ids=["no message", "no dtype", "no shape", "too large", "no head", "cut"],
+)
+def test_garbage_ends_the_connection_instead_of_the_process(pair, garbage):
     near, far = pair
-    near._sock.send(b"\0garbage")
+    near._sock.send(b"\0" + garbage)
     with pytest.raises(wire.Disconnected, match="not a message"):
         far.receive()
+
+
+def test_more_descriptors_than_a_packet_has_end_the_connection_and_none_stays_open(pair):
+    near, far = pair
+    before = descriptors()
+    rights = struct.pack("2i", near.fileno(), near.fileno())
+    near._sock.sendmsg([b"\1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    with pytest.raises(wire.Disconnected, match="cut short"):
+        far.receive()
+    wait_until(lambda: not descriptors() - before, what="descriptors stay open")
 
 
 def test_nobody_there_is_disconnected():
