@@ -92,11 +92,13 @@ class Channel:
     def _write(self, data: bytes, flags: int) -> None:
         """Raises Disconnected; BlockingIOError when there is no room (DONTWAIT: now, else for long)."""
         descriptors: list[int] = []
+        parts = [_INLINE, data]
         if len(data) > INLINE_BYTES:
-            descriptors = [_spill(data)]
-            parts = [_SPILLED]
-        else:
-            parts = [_INLINE, data]
+            try:
+                descriptors, parts = [_spill(data)], [_SPILLED]
+            except OSError as error:  # out of descriptors or memory: one peer is lost, not the process
+                self.shutdown()
+                raise Disconnected(f"no shared memory: {error.strerror}") from None
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd)) for fd in descriptors]
         try:
             self._sock.sendmsg(parts, rights, flags)

@@ -1,5 +1,6 @@
 """What crosses a process border arrives as it was sent, at any size, and a lost peer is noticed."""
 
+import errno
 import socket
 import struct
 import threading
@@ -151,7 +152,20 @@ def test_the_last_words_of_a_peer_that_read_no_more_arrive(pair, told):
         near.receive()
 
 
-def array(head, body=b""):
+def test_a_packet_for_which_there_is_no_descriptor_ends_the_connection_and_no_more(pair, monkeypatch):
+    near, far = pair
+
+    def none_left(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("os.memfd_create", none_left)
+    with pytest.raises(wire.Disconnected, match="Too many open files"):
+        near.try_send(wire.encode(piece({"x": np.ones(100_000, np.float32)})))
+    with pytest.raises(wire.Disconnected):
+        far.receive()
+
+
+def message_with_array(head, body=b""):
     """A message with an array that is described by `head`, as a peer that does not mind could send it."""
     head = msgspec.msgpack.encode(head)
     ext = msgspec.msgpack.Ext(1, struct.pack("<H", len(head)) + head + body)
@@ -162,11 +176,11 @@ def array(head, body=b""):
     "garbage",
     [
         b"garbage",
-        array(("no dtype", [1]), bytes(4)),
-        array(("<f4", ["two"]), bytes(8)),
-        array(("<f4", [2**62, 4]), bytes(8)),
-        array(5),
-        array(("<f4", [2]))[:-9],
+        message_with_array(("no dtype", [1]), bytes(4)),
+        message_with_array(("<f4", ["two"]), bytes(8)),
+        message_with_array(("<f4", [2**62, 4]), bytes(8)),
+        message_with_array(5),
+        message_with_array(("<f4", [2]))[:-9],
     ],
     ids=["no message", "no dtype", "no shape", "too large", "no head", "cut"],
 )
