@@ -192,13 +192,16 @@ def accept(server: socket.socket) -> Channel:
 
 
 def connect(address: str) -> Channel:
-    """A channel to the process that serves `address`. Raises Disconnected when there is none."""
-    sock = _socket()
+    """A channel to the process that serves `address`. Raises Disconnected when there can be none."""
+    try:
+        sock = _socket()
+    except OSError as error:  # out of descriptors
+        raise Disconnected(f"{address}: {error.strerror}") from None
     try:
         sock.connect("\0" + address)
     except OSError as error:
         sock.close()
-        raise Disconnected(f"{address}: {error.strerror}") from None
+        raise Disconnected(f"{address}: {error.strerror or error}") from None
     if _peer(sock)[1] != os.getuid():
         sock.close()
         raise Disconnected(f"{address} belongs to another user")

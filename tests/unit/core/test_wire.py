@@ -152,12 +152,12 @@ def test_the_last_words_of_a_peer_that_read_no_more_arrive(pair, told):
         near.receive()
 
 
+def none_left(*_):
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
 def test_a_packet_for_which_there_is_no_descriptor_ends_the_connection_and_no_more(pair, monkeypatch):
     near, far = pair
-
-    def none_left(*_):
-        raise OSError(errno.EMFILE, "Too many open files")
-
     monkeypatch.setattr("os.memfd_create", none_left)
     with pytest.raises(wire.Disconnected, match="Too many open files"):
         near.try_send(wire.encode(piece({"x": np.ones(100_000, np.float32)})))
@@ -204,6 +204,11 @@ def test_more_descriptors_than_a_packet_has_end_the_connection_and_none_stays_op
 def test_nobody_there_is_disconnected():
     with pytest.raises(wire.Disconnected):
         wire.connect("tritone-test/nobody")
+
+
+def test_an_address_that_none_can_have_is_disconnected():
+    with pytest.raises(wire.Disconnected, match="too long"):
+        wire.connect("x" * 200)
 
 
 def test_an_address_has_one_server():
