@@ -84,7 +84,7 @@ class Inbox:
         engine_lost: Callable[[str], None],
         drain: Callable[[float, str], Coroutine[Any, Any, None]],
     ) -> None:
-        """deliver: called with every Piece, Finished, Failed; engine_lost: with a lost engine's address;
+        """deliver: with every Piece, Finished, Delivered, Failed; engine_lost: with a lost engine's address;
         drain: when somebody asks for the end of all requests, with the grace in seconds and the reason."""
         self.address = address
         self._deliver = deliver
@@ -142,8 +142,10 @@ class Inbox:
                     case wire.Pieces(pieces=pieces):
                         for piece in pieces:
                             self._deliver(piece)
-                    case _:
+                    case wire.Piece() | wire.Finished() | wire.Delivered() | wire.Failed():
                         self._deliver(message)
+                    case _:
+                        log.warning("unexpected %s", type(message).__name__)
         except BlockingIOError:
             pass
         except wire.Disconnected:

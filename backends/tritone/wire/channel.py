@@ -20,8 +20,6 @@ import struct
 import threading
 from typing import Any
 
-import msgspec
-
 from tritone.wire.framing import decode, encode
 from tritone.wire.messages import AnyMessage
 
@@ -94,11 +92,13 @@ class Channel:
     def _write(self, data: bytes, flags: int) -> None:
         """Raises Disconnected; BlockingIOError when there is no room (DONTWAIT: now, else for long)."""
         descriptors: list[int] = []
+        parts = [_INLINE, data]
         if len(data) > INLINE_BYTES:
-            descriptors = [_spill(data)]
-            parts = [_SPILLED]
-        else:
-            parts = [_INLINE, data]
+            try:
+                descriptors, parts = [_spill(data)], [_SPILLED]
+            except OSError as error:  # out of descriptors or memory: one peer is lost, not the process
+                self.shutdown()
+                raise Disconnected(f"no shared memory: {error.strerror}") from None
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd)) for fd in descriptors]
         try:
             self._sock.sendmsg(parts, rights, flags)
@@ -114,8 +114,8 @@ class Channel:
     def receive(self, flags: int = 0) -> Any:
         """The next message. Raises Disconnected at the end, BlockingIOError if MSG_DONTWAIT finds none."""
         try:
-            size, rights, message_flags, _ = self._sock.recvmsg_into(
-                [self._room], socket.CMSG_SPACE(4), flags | socket.MSG_CMSG_CLOEXEC
+            size, rights, message_flags, _ = self._sock.recvmsg_into(  # room for one descriptor, no padding
+                [self._room], socket.CMSG_LEN(4), flags | socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             raise
@@ -137,7 +137,9 @@ class Channel:
             if size < MAP_BYTES:
                 return decode(os.pread(descriptors[0], size, 0))
             return decode(mmap.mmap(descriptors[0], 0, access=mmap.ACCESS_READ))
-        except (msgspec.MsgspecError, ValueError, IndexError) as error:
+        except Disconnected:
+            raise
+        except Exception as error:  # what is no array may raise anything in numpy
             raise Disconnected(f"a packet is not a message: {error}") from None
         finally:
             for fd in descriptors:
@@ -190,13 +192,16 @@ def accept(server: socket.socket) -> Channel:
 
 
 def connect(address: str) -> Channel:
-    """A channel to the process that serves `address`. Raises Disconnected when there is none."""
-    sock = _socket()
+    """A channel to the process that serves `address`. Raises Disconnected when there can be none."""
+    try:
+        sock = _socket()
+    except OSError as error:  # out of descriptors
+        raise Disconnected(f"{address}: {error.strerror}") from None
     try:
         sock.connect("\0" + address)
     except OSError as error:
         sock.close()
-        raise Disconnected(f"{address}: {error.strerror}") from None
+        raise Disconnected(f"{address}: {error.strerror or error}") from None
     if _peer(sock)[1] != os.getuid():
         sock.close()
         raise Disconnected(f"{address} belongs to another user")

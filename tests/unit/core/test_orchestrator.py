@@ -1253,6 +1253,14 @@ def test_a_drain_of_an_idle_orchestrator_hangs_up_at_once(bench):
     requester.close()
 
 
+def test_what_is_no_message_of_an_engine_is_passed_over(bench):
+    stranger = wire.connect(bench.address)
+    stranger.send(wire.Ping(1))  # asyncio would complain of a fault
+    stranger.send(wire.Drain())
+    hung_up_after(stranger).result(PATIENCE_S)
+    stranger.close()
+
+
 def test_a_close_ends_what_runs(bench):
     bench.script = silent
     client = bench.ask()

@@ -1,9 +1,13 @@
 """What crosses a process border arrives as it was sent, at any size, and a lost peer is noticed."""
 
+import errno
+import socket
+import struct
 import threading
 import time
 import uuid
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -148,16 +152,63 @@ def test_the_last_words_of_a_peer_that_read_no_more_arrive(pair, told):
         near.receive()
 
 
-def test_garbage_ends_the_connection_instead_of_the_process(pair):
+def none_left(*_):
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_a_packet_for_which_there_is_no_descriptor_ends_the_connection_and_no_more(pair, monkeypatch):
     near, far = pair
-    near._sock.send(b"\0garbage")
+    monkeypatch.setattr("os.memfd_create", none_left)
+    with pytest.raises(wire.Disconnected, match="Too many open files"):
+        near.try_send(wire.encode(piece({"x": np.ones(100_000, np.float32)})))
+    with pytest.raises(wire.Disconnected):
+        far.receive()
+
+
+def message_with_array(head, body=b""):
+    """A message with an array that is described by `head`, as a peer that does not mind could send it."""
+    head = msgspec.msgpack.encode(head)
+    ext = msgspec.msgpack.Ext(1, struct.pack("<H", len(head)) + head + body)
+    return msgspec.msgpack.encode(["Piece", "s", "m", "n", 0, {"x": ext}, False])
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"garbage",
+        message_with_array(("no dtype", [1]), bytes(4)),
+        message_with_array(("<f4", ["two"]), bytes(8)),
+        message_with_array(("<f4", [2**62, 4]), bytes(8)),
+        message_with_array(5),
+        message_with_array(("<f4", [2]))[:-9],
+    ],
+    ids=["no message", "no dtype", "no shape", "too large", "no head", "cut"],
+)
+def test_garbage_ends_the_connection_instead_of_the_process(pair, garbage):
+    near, far = pair
+    near._sock.send(b"\0" + garbage)
     with pytest.raises(wire.Disconnected, match="not a message"):
         far.receive()
+
+
+def test_more_descriptors_than_a_packet_has_end_the_connection_and_none_stays_open(pair):
+    near, far = pair
+    before = descriptors()
+    rights = struct.pack("2i", near.fileno(), near.fileno())
+    near._sock.sendmsg([b"\1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    with pytest.raises(wire.Disconnected, match="cut short"):
+        far.receive()
+    wait_until(lambda: not descriptors() - before, what="descriptors stay open")
 
 
 def test_nobody_there_is_disconnected():
     with pytest.raises(wire.Disconnected):
         wire.connect("tritone-test/nobody")
+
+
+def test_an_address_that_none_can_have_is_disconnected():
+    with pytest.raises(wire.Disconnected, match="too long"):
+        wire.connect("x" * 200)
 
 
 def test_an_address_has_one_server():

@@ -1,5 +1,6 @@
 """The loop around an engine: what wakes it, what it gives engine and connector, and in which order."""
 
+import errno
 import threading
 import time
 import uuid
@@ -509,6 +510,20 @@ def test_an_inbox_that_does_not_read_for_too_long_loses_its_own_sessions(two_inb
     assert told == texts[: len(told)], "what was sent before comes first, and in order"
     assert (failure.session, failure.code) == ("s", "UNAVAILABLE") and "does not read" in failure.what
     assert ("cleanup", "s") in stage.hand.calls and ("s", "abort") in stage.engine.told
+
+
+def test_a_session_whose_inbox_cannot_be_reached_is_refused_and_its_door_stays_connected(monkeypatch):
+    stage, answers = Stage(), []
+    host = Host("tritone-test/engine", None)
+    host._loops = {"m": stage.loop}
+
+    def none_left():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("tritone.wire.channel._socket", none_left)
+    host.open(wire.Open(1, "m", "s", "an inbox", {}, 1, {}, []), answers.append)
+    [refusal] = answers
+    assert (refusal.code, refusal.cure) == ("UNAVAILABLE", "try again") and "open files" in refusal.what
 
 
 # -- when what happened ------------------------------------------------------------------------------------
