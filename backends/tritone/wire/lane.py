@@ -53,7 +53,10 @@ class Lane:
             self._is_blocked = True
             return False
         self._is_blocked = True  # before the thread that says when it is not
-        _thread.start_new_thread(self._wait, (self.channel,))
+        try:
+            _thread.start_new_thread(self._wait, (self.channel,))
+        except RuntimeError:  # no thread is left to wait: one peer is lost, not the process
+            self.channel.shutdown()
         return False
 
     def _wait(self, channel: Channel) -> None:

@@ -165,6 +165,21 @@ def test_a_packet_for_which_there_is_no_descriptor_ends_the_connection_and_no_mo
         far.receive()
 
 
+def test_a_wait_for_room_for_which_there_is_no_thread_ends_the_connection_and_no_more(pair, monkeypatch):
+    near, far = pair
+
+    def no_thread(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", no_thread)
+    outbox = wire.Outbox(near)
+    while not outbox.waiting_bytes:
+        outbox.send(piece({"x": "y" * 40_000}))
+    with pytest.raises(wire.Disconnected):
+        while True:
+            far.receive()
+
+
 def message_with_array(head, body=b""):
     """A message with an array that is described by `head`, as a peer that does not mind could send it."""
     head = msgspec.msgpack.encode(head)
