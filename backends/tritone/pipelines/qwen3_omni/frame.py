@@ -42,6 +42,7 @@ class Codec:
 
     @classmethod
     def of(cls, vocab_size: int, end: int, residual: Sampling, device: torch.device) -> Codec:
+        """Of the last ids of a vocabulary, which are signs and speakers, the end sign alone is drawn."""
         silenced = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         silenced[vocab_size - RESERVED_CODEC_IDS :] = True
         silenced[end] = False
