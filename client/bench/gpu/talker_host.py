@@ -97,7 +97,8 @@ def inbox() -> Iterator[str]:
 def measured(talker: HostTalker, sessions: int, frames: int, profile: cProfile.Profile | None) -> list[float]:
     """Processor time of the loop's thread for each frame of all sessions, in ms."""
     with inbox() as address:
-        peers = Peers("tritone-bench/nobody", lambda lost: None)
+        peers = Peers("tritone-bench/nobody", lambda lost: None, lambda late: None)
+        peers.ensure(address)
         connector = LocalConnector(peers.own_address, MODEL, ConnectorLimits(), Budget(1 << 28))
         loop = StageLoop(MODEL, talker, peers, connector, 600.0)
         names = [uuid.uuid4().hex for _ in range(sessions)]
