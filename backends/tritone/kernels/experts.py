@@ -120,7 +120,7 @@ def _pair_down(
     BN: tl.constexpr, BI: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
-    b = tl.arange(0, T * BN)  # a column of an expert
+    b = tl.arange(0, T * BN)  # columns of y, once for each expert of the row
     n, pair = tl.program_id(0) * BN + b % BN, row * T + b // BN
     start_next(START)
     wait_for_last(START)
@@ -131,10 +131,9 @@ def _pair_down(
         i = start + tl.arange(0, BI)
         both = inside[:, None] & (i < INNER)[None, :]
         at = down + (expert * H + n)[:, None] * INNER + i[None, :]
-        weight = tl.load(at, mask=both, other=0.0).to(tl.float32)
-        sums += weight * tl.load(inner + pair[:, None] * INNER + i[None, :], mask=both, other=0.0).to(
-            tl.float32
-        )
+        weight = tl.load(at, mask=both, other=0.0)
+        value = tl.load(inner + pair[:, None] * INNER + i[None, :], mask=both, other=0.0)
+        sums += weight.to(tl.float32) * value.to(tl.float32)
     out = tl.sum(tl.reshape(tl.sum(sums, 1), [T, BN]), 0)
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     out += tl.load(x + row * H + c, mask=c < H, other=0.0).to(tl.float32)

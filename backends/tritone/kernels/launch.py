@@ -33,10 +33,13 @@ class Start(IntEnum):
         return self if has_it else Start.BEHIND
 
 
+_AHEAD, _NEXT = tl.constexpr(int(Start.AHEAD)), tl.constexpr(int(Start.NEXT))
+
+
 @triton.jit
 def start_next(START: tl.constexpr):
     """At the start of a kernel."""
-    if START == 1:
+    if START == _AHEAD:
         gdc_launch_dependents()
 
 
@@ -45,5 +48,5 @@ def wait_for_last(START: tl.constexpr):
     """Before the first load of what another kernel has made."""
     if START > 0:
         gdc_wait()
-    if START == 2:
+    if START == _NEXT:
         gdc_launch_dependents()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 
 from tritone.kernels.products import TWO_ROWS
 from tritone.networks.decoder import Decoder
-from tritone.networks.decoder_config import DecoderConfig
 from tritone.networks.experts import ExpertsConfig
 from tritone.networks.spans import Span
 from tritone.pipelines.qwen3_omni.code_predictor import CodePredictor
@@ -20,27 +20,21 @@ from tritone.pipelines.qwen3_omni.frame_kernels import KernelProgram
 from tritone.pipelines.qwen3_omni.frame_row import FrameRow
 from tritone.sampling import Sampling
 
-VOCABULARY, END, SLOTS, BUCKET, CONTEXT, HIDDEN, HEAD = 70, 66, 7, 8, 24, 32, 16
+from .tiny_decoder import CONFIG, RandomWeights
+
+VOCABULARY, END, SLOTS, BUCKET, CONTEXT = 70, 66, 7, 8, 24
+HIDDEN, HEAD = CONFIG.hidden_size, CONFIG.head_dim
 HEADS, KEY_HEADS = 2, 1
 CODES, RESIDUALS = 50, 2  # of the codebooks after the first, and how many there are
-EXPERTS, EXPERT, SHARED = 8, 24, 40
 FILLED = [5, 1, 17, 3, 9, 2, 12]  # rows of each slot; the next one stands behind them
-TALKER = DecoderConfig(
+TALKER = replace(
+    CONFIG,
     vocab_size=VOCABULARY,
-    hidden_size=HIDDEN,
-    intermediate_size=40,
     num_layers=2,
     num_heads=HEADS,
     num_kv_heads=KEY_HEADS,
-    head_dim=HEAD,
-    norm_eps=1e-6,
-    rope={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
-    max_positions=512,
-    tied_head=False,
-    qkv_bias=False,
-    output_bias=False,
-    qk_norm=True,
-    experts=ExpertsConfig(HIDDEN, EXPERTS, 2, EXPERT, renormalise=True, shared_intermediate=SHARED),
+    experts=ExpertsConfig(HIDDEN, 8, 2, 24, renormalise=True, shared_intermediate=40),
+    dense_layers=frozenset(),
 )
 PREDICTOR = {
     "num_code_groups": 1 + RESIDUALS,
@@ -67,47 +61,16 @@ SAMPLINGS = [  # of each slot
 ]
 
 
-class _Weights:
-    """Of any name, by the shape that TALKER and PREDICTOR want."""
-
-    def __contains__(self, name: str) -> bool:
-        return True
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        random = torch.Generator().manual_seed(sum(name.encode()) + 7 * len(name))
-        kind = name.removesuffix(".weight").rpartition(".")[2]
-        inner = SHARED if "shared_expert" in name else 40
-        shape = {
-            "gate_up_proj": (EXPERTS, 2 * EXPERT, HIDDEN),
-            "q_proj": (HEADS * HEAD, HIDDEN),
-            "k_proj": (KEY_HEADS * HEAD, HIDDEN),
-            "v_proj": (KEY_HEADS * HEAD, HIDDEN),
-            "o_proj": (HIDDEN, HEADS * HEAD),
-            "gate": (EXPERTS, HIDDEN),
-            "shared_expert_gate": (1, HIDDEN),
-            "gate_proj": (inner, HIDDEN),
-            "up_proj": (inner, HIDDEN),
-            "down_proj": (HIDDEN, inner),
-            "embed_tokens": (VOCABULARY, HIDDEN),
-            "lm_head": (VOCABULARY, HIDDEN),
-            "q_norm": (HEAD,),
-            "k_norm": (HEAD,),
-        }.get(kind, (HIDDEN,))
-        if name.endswith("experts.down_proj"):
-            shape = (EXPERTS, HIDDEN, EXPERT)
-        elif kind.isdigit():  # heads and embeddings of the codebooks after the first
-            shape = (CODES, HIDDEN)
-        made = torch.randn(shape, generator=random)
-        if len(shape) == 1:
-            return 1 + 0.1 * made
-        return made if "embed" in name else made * (3 if "head" in name else 1) * shape[-1] ** -0.5
+def weights():
+    """Of the talker, and of its predictor, whose heads and embeddings have the numbers of their codebooks."""
+    return RandomWeights(TALKER, {str(number): (CODES, HIDDEN) for number in range(RESIDUALS)})
 
 
 def talker(device, dtype=torch.float32):
     """What makes frames, with rows in its slots."""
     decoder = Decoder(
         TALKER,
-        _Weights(),
+        weights(),
         slots=SLOTS + 1,
         context_tokens=CONTEXT,
         device=str(device),
@@ -119,7 +82,7 @@ def talker(device, dtype=torch.float32):
     silenced = torch.arange(VOCABULARY, device=device) > END
     return SimpleNamespace(
         decoder=decoder,
-        predictor=CodePredictor(PREDICTOR, _Weights(), rows=BUCKET, device=str(device), dtype=dtype),
+        predictor=CodePredictor(PREDICTOR, weights(), rows=BUCKET, device=str(device), dtype=dtype),
         codec=Codec(silenced, END, Sampling(temperature=1.0, top_k=20, top_p=0.8)),
         buffers=FrameBuffers.of(BUCKET, SLOTS, HIDDEN, VOCABULARY, 1 + RESIDUALS, decoder.device, dtype),
     )

@@ -14,62 +14,13 @@ from tritone.engines.token_kernels import KernelTokens
 from tritone.kernels.layers import can_run
 from tritone.kernels.noise import KernelNoise
 from tritone.networks.decoder import Decoder
-from tritone.networks.decoder_config import DecoderConfig
-from tritone.networks.experts import ExpertsConfig
 from tritone.networks.spans import Span
 from tritone.sampling import Sampling
 
-VOCABULARY, SLOTS, CONTEXT = 150, 7, 40
+from .tiny_decoder import CONFIG, RandomWeights
+
+VOCABULARY, SLOTS, CONTEXT = CONFIG.vocab_size, 7, 40
 FILLED = [5, 0, 17, 38, 1, 9, 30]  # rows of each slot; the next one stands behind them
-CONFIG = DecoderConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=40,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    norm_eps=1e-6,
-    rope={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
-    max_positions=512,
-    tied_head=False,
-    qkv_bias=False,
-    output_bias=False,
-    qk_norm=True,
-    experts=ExpertsConfig(32, 16, 2, 24, renormalise=True, shared_intermediate=0),
-    dense_layers=frozenset({1}),
-)
-
-
-class _Weights:
-    """Of any name, by the shape that a decoder of CONFIG wants."""
-
-    def __contains__(self, name: str) -> bool:
-        return "shared" not in name
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        random = torch.Generator().manual_seed(sum(name.encode()))
-        kind = name.removesuffix(".weight").rpartition(".")[2]
-        width, inner, expert = CONFIG.hidden_size, CONFIG.intermediate_size, 24
-        heads = {"q_proj": 4, "k_proj": 2, "v_proj": 2}
-        if kind in ("gate_up_proj", "down_proj") and "experts" in name:
-            shape = (16, 2 * expert, width) if kind == "gate_up_proj" else (16, width, expert)
-        elif kind in heads:
-            shape = (heads[kind] * 16, width)
-        else:
-            shape = {
-                "o_proj": (width, 64),
-                "gate": (16, width),
-                "gate_proj": (inner, width),
-                "up_proj": (inner, width),
-                "down_proj": (width, inner),
-                "embed_tokens": (VOCABULARY, width),
-                "lm_head": (VOCABULARY, width),
-                "q_norm": (16,),
-                "k_norm": (16,),
-            }.get(kind, (width,))
-        made = torch.randn(shape, generator=random)
-        return 1 + 0.1 * made if len(shape) == 1 else made * shape[-1] ** -0.5
 
 
 @pytest.fixture
@@ -77,7 +28,7 @@ def decoder(device):
     """With rows in its slots."""
     made = Decoder(
         CONFIG,
-        _Weights(),
+        RandomWeights(CONFIG),
         slots=SLOTS + 1,
         context_tokens=CONTEXT,
         device=str(device),
