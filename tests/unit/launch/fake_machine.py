@@ -47,8 +47,10 @@ case "$1" in
 -d)
     if [ "$MPS_FAULT" ]; then echo "An instance of this daemon"; echo "is already running"; exit 1; fi
     echo "$CUDA_MPS_LOG_DIRECTORY ${CUDA_VISIBLE_DEVICES-all} $CUDA_DEVICE_ORDER" > "$pipe/started"
+    rm -f "$pipe/up"
     "$0" daemon &
     echo $! > "$pipe/pid"
+    until [ -e "$pipe/up" ]; do sleep 0.01; done  # it is there when this returns, as NVIDIA's is
     ;;
 daemon)
     if [ "$MPS_STUBBORN" ]; then trap '' TERM; fi

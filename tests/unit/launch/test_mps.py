@@ -34,13 +34,6 @@ def daemon_pid(run: Path) -> int:
     return int((run / "mps" / "pipe" / "pid").read_text())
 
 
-def wait_for(file: Path) -> None:
-    end_s = time.monotonic() + 15
-    while not file.exists():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
-
-
 def wait_gone(pid: int) -> None:
     end_s = time.monotonic() + 15
     while guard.is_running(pid):
@@ -70,7 +63,6 @@ def test_one_that_does_not_heed_is_killed(program: Path, run: Path, monkeypatch:
     monkeypatch.setenv("MPS_STUBBORN", "1")
     with mps.daemon(run):
         pid = daemon_pid(run)
-        wait_for(run / "mps" / "pipe" / "up")
     wait_gone(pid)
 
 
