@@ -3,7 +3,9 @@
     python client/bench/gpu/talker_engine.py DIR --sessions 1,16,64
 
 All sessions at once: a prompt, then so many frames. Printed are the time to the first frame of the first and
-of the last session, and the median and 99th percentile of a step once all of them speak.
+of the last session, and the median and 99th percentile of a step once all of them speak. Then all but one
+speak, and that one comes with a prompt of --late tokens: printed are the longest step of the others until its
+first frame, and how many steps that takes.
 """
 
 from __future__ import annotations
@@ -23,23 +25,30 @@ from tritone.pipelines.qwen3_omni.talker import Talker, TalkerOptions
 
 DEVICE = "cuda:0"
 PROMPT_TOKENS, TEXT_TOKENS = 108, 100
+SETTLED_STEPS = 10
+LATE = "late"
+
+
+def ask(talker: Talker, name: str, seed: int, prompt_tokens: int, frames: int, chance: Any) -> None:
+    """A session with a prompt of random words."""
+    ids = talker._config.tokens
+    sampling = {"temperature": 0.9, "top_k": 50, "repetition_penalty": 1.05, "seed": seed}
+    limits = {"max_tokens": frames + 1, "min_tokens": frames + 1}
+    prompt = [ids.im_start, ids.user, *chance.randint(10, 2000, prompt_tokens - 3), ids.im_end]
+    head = [ids.im_start, 77, 198]
+    inputs = {
+        "prompt_ids": np.array(prompt, np.int32),
+        "token_ids": np.array([*head, *chance.randint(10, 2000, TEXT_TOKENS)], np.int32),
+    }
+    talker.add_request(name, {}, {"sampling": {**sampling, **limits}})
+    talker.push(name, inputs, last=True)
 
 
 def spoken(talker: Talker, sessions: int, frames: int) -> dict[str, Any]:
     """Codes of each session, when its first frame came, and how long each step took."""
-    ids = talker._config.tokens
     chance = np.random.RandomState(0)
     for i in range(sessions):
-        sampling = {"temperature": 0.9, "top_k": 50, "repetition_penalty": 1.05, "seed": i}
-        limits = {"max_tokens": frames + 1, "min_tokens": frames + 1}
-        prompt = [ids.im_start, ids.user, *chance.randint(10, 2000, PROMPT_TOKENS - 3), ids.im_end]
-        head = [ids.im_start, 77, 198]
-        inputs = {
-            "prompt_ids": np.array(prompt, np.int32),
-            "token_ids": np.array([*head, *chance.randint(10, 2000, TEXT_TOKENS)], np.int32),
-        }
-        talker.add_request(str(i), {}, {"sampling": {**sampling, **limits}})
-        talker.push(str(i), inputs, last=True)
+        ask(talker, str(i), i, PROMPT_TOKENS, frames, chance)
     codes: dict[str, list[Any]] = {str(i): [] for i in range(sessions)}
     first_s: dict[str, float] = {}
     steps_s: list[float] = []
@@ -56,6 +65,28 @@ def spoken(talker: Talker, sessions: int, frames: int) -> dict[str, Any]:
                 codes[delta.session].append(np.asarray(delta.outputs["frames"])[0].tolist())
                 first_s.setdefault(delta.session, now_s - began_s)
     return {"codes": codes, "first_s": first_s, "steps_s": steps_s, "total_s": time.perf_counter() - began_s}
+
+
+def beside_a_prompt(talker: Talker, sessions: int, prompt_tokens: int) -> list[float]:
+    """Seconds of each step of running sessions from when one more comes until its first frame."""
+    chance = np.random.RandomState(1)
+    for i in range(sessions):
+        ask(talker, str(i), i, PROMPT_TOKENS, 400, chance)
+    speaking: set[str] = set()
+    while len(speaking) < sessions:
+        speaking |= {delta.session for delta in talker.step() if "frames" in delta.outputs}
+    for _ in range(SETTLED_STEPS):
+        talker.step()
+    ask(talker, LATE, sessions, prompt_tokens, 10, chance)
+    steps_s: list[float] = []
+    while LATE not in speaking:
+        began_s = time.perf_counter()
+        deltas = talker.step()
+        steps_s.append(time.perf_counter() - began_s)
+        speaking |= {delta.session for delta in deltas if "frames" in delta.outputs}
+    for name in (*map(str, range(sessions)), LATE):
+        talker.abort(name)
+    return steps_s
 
 
 def same_frames(one: list[Any], other: list[Any]) -> int:
@@ -90,13 +121,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--profile", action="store_true", help="what the device does in one prompt")
     parser.add_argument("--prefill", type=int, default=256, help="prompt tokens a step")
+    parser.add_argument("--late", type=int, default=1024, help="tokens of a prompt that comes later")
     arguments = parser.parse_args(argv)
     sizes = [int(size) for size in arguments.sessions.split(",")]
     alone: list[Any] = []
     for overlap in (True, False):
         options = TalkerOptions(
-            max_slots=max(sizes),
-            max_context_tokens=1024,
+            max_slots=max(2, *sizes),
+            max_context_tokens=1024 + arguments.late,
             prefill_chunk_tokens=arguments.prefill,
             dtype="bfloat16",
             load_format="dummy",
@@ -123,6 +155,14 @@ def main(argv: list[str] | None = None) -> int:
                 f"frames as alone: {same_frames(alone, result['codes']['0'])} of {len(alone)}",
                 flush=True,
             )
+            if arguments.late:
+                beside_a_prompt(talker, max(1, size - 1), arguments.late)
+                late = [1000 * step for step in beside_a_prompt(talker, max(1, size - 1), arguments.late)]
+                print(
+                    f"    a prompt of {arguments.late} tokens beside them: {len(late)} steps until its first "
+                    f"frame, the longest {max(late):.2f} ms",
+                    flush=True,
+                )
         del talker
     return 0
 

@@ -6,8 +6,9 @@
 DIR: as `build/qwen3_omni_real_size.py DIR` writes it. All sessions at once: a prompt of words, then so many
 tokens, of which half the sessions draw theirs and half take the likeliest. Printed are the time to the first
 text of the first and of the last session, the median and 99th percentile of a step once all of them answer,
-and whether the first session's tokens are those that it draws alone; for each way to step. --tiny: a small
-checkpoint on a CPU, where a graph is a call.
+and whether the first session's tokens are those that it draws alone; for each way to step. Then all but one
+answer, and that one comes with a prompt of --late bytes: printed are the longest step of the others until its
+first text, and how many steps that takes. --tiny: a small checkpoint on a CPU, where a graph is a call.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain, overlap": {"kernels": False},
     "eager": {"cuda_graphs": False},
 }
+SETTLED_STEPS = 10
 
 
 class _Thinker(Thinker):
@@ -42,16 +44,19 @@ class _Thinker(Thinker):
         return bool(options.cuda_graphs)
 
 
+def ask(thinker: Thinker, number: int, prompt_tokens: int, tokens: int) -> Any:
+    """The session of a prompt of so many words; every second one draws."""
+    words = f"{number} " + "a" * prompt_tokens  # at full size about one token a byte
+    messages = [{"role": "user", "content": [{"type": "text", "text": words}]}]
+    limits = {"max_tokens": tokens, "ignore_eos": True, "seed": number}
+    sampling = {"temperature": 0.8 * (number % 2), "top_k": 50, "top_p": 0.9, **limits}
+    thinker.add_request(str(number), {"messages": json.dumps(messages)}, {"sampling": sampling})
+    return thinker._sessions[str(number)]
+
+
 def answered(thinker: Thinker, sessions: int, prompt_tokens: int, tokens: int) -> dict[str, Any]:
     """Tokens of the first session, when each session's first came, and how long each step took."""
-    known = {}
-    for i in range(sessions):
-        words = f"{i} " + "a" * prompt_tokens  # at full size about one token a byte
-        messages = [{"role": "user", "content": [{"type": "text", "text": words}]}]
-        limits = {"max_tokens": tokens, "ignore_eos": True, "seed": i}
-        sampling = {"temperature": 0.8 * (i % 2), "top_k": 50, "top_p": 0.9, **limits}
-        thinker.add_request(str(i), {"messages": json.dumps(messages)}, {"sampling": sampling})
-        known[str(i)] = thinker._sessions[str(i)]
+    known = {str(i): ask(thinker, i, prompt_tokens, tokens) for i in range(sessions)}
     firsts_s: dict[str, float] = {}
     steps_s: list[float] = []
     began_s = time.perf_counter()
@@ -74,6 +79,24 @@ def answered(thinker: Thinker, sessions: int, prompt_tokens: int, tokens: int) -
     }
 
 
+def beside_a_prompt(thinker: Thinker, sessions: int, prompt_tokens: int, late_tokens: int) -> list[float]:
+    """Seconds of each step of running sessions from when one more comes until its first token."""
+    asked = [ask(thinker, i, prompt_tokens, 400) for i in range(sessions)]
+    while not all(session.completion_tokens for session in asked):
+        thinker.step()
+    for _ in range(SETTLED_STEPS):
+        thinker.step()
+    late = ask(thinker, sessions, late_tokens, 5)
+    steps_s: list[float] = []
+    while not late.completion_tokens:
+        began_s = time.perf_counter()
+        thinker.step()
+        steps_s.append(time.perf_counter() - began_s)
+    for i in range(sessions + 1):
+        thinker.abort(str(i))
+    return steps_s
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -85,13 +108,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prefill", type=int, default=1024, help="prompt tokens a step")
     parser.add_argument("--ways", default=";".join(WAYS), help="some of these, between semicolons")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--late", type=int, default=1024, help="bytes of a prompt that comes later")
     arguments = parser.parse_args(argv)
     sizes = [int(size) for size in arguments.sessions.split(",")]
     device = "cuda:0" if torch.cuda.is_available() and not arguments.tiny else "cpu"
     for way in arguments.ways.split(";"):
         options = ThinkerOptions(
-            max_slots=max(sizes),
-            max_context_tokens=1024,
+            max_slots=max(2, *sizes),
+            max_context_tokens=1024 + arguments.late,
             prefill_chunk_tokens=arguments.prefill,
             dtype="float32" if arguments.tiny else "bfloat16",
             load_format="auto" if arguments.tiny else "dummy",
@@ -115,6 +139,15 @@ def main(argv: list[str] | None = None) -> int:
                 f"tokens as alone: {sum(map(eq, result['tokens'], alone))} of {len(alone)}",
                 flush=True,
             )
+            if arguments.late:
+                others = max(1, size - 1)
+                beside_a_prompt(thinker, others, arguments.prompt, arguments.late)
+                late_s = beside_a_prompt(thinker, others, arguments.prompt, arguments.late)
+                print(
+                    f"    a prompt of {arguments.late} bytes beside them: {len(late_s)} steps until its "
+                    f"first text, the longest {1e3 * max(late_s):.2f} ms",
+                    flush=True,
+                )
         del thinker
     return 0
 
