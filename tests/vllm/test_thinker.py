@@ -214,6 +214,13 @@ def test_a_seed_repeats_an_answer_whatever_else_runs(roomy, filters):
     assert answers["again"].spoken == alone.spoken != answers["other"].spoken
 
 
+def test_a_seed_draws_the_same_however_the_prompt_is_cut(roomy, tight):
+    settings = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 30, "seed": 7}
+    whole, cut = (engine.one("drawn", CASES[TEXT], **settings) for engine in (roomy, tight))
+    assert whole.error is None
+    assert cut.spoken == whole.spoken
+
+
 # -- what is refused -----------------------------------------------------------------------------------------
 
 

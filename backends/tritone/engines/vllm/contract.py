@@ -153,6 +153,8 @@ INTERNAL: tuple[Touched, ...] = (
             "self.execute_model_state",
             "self.input_batch.req_ids",
             "self.input_batch.num_computed_tokens_cpu",
+            "self.input_batch.generators",
+            "self.discard_request_mask.np",
             "self.mrope_positions.np",
             "self.requests",
         ),

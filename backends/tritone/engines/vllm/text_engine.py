@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from tritone.engines.base import PREFILL, QUEUED, Delta
 from tritone.engines.text_writer import TextSession, TextWriter
 from tritone.engines.vllm.request import EXTRA, RunnerRequest, TappedRows
+from tritone.engines.vllm.warm_up import warm_up
 from tritone.errors import InvalidRequest, TritoneError
 from tritone.sampling import Sampling
 
@@ -30,6 +31,12 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
         self._llm, self._params, self._delta_kind = llm, SamplingParams, RequestOutputKind.DELTA
         self._scheduler = llm.engine_core.engine_core.scheduler
         self._requests: dict[str, RunnerRequest] = {}  # of sessions that vLLM has
+
+    def _warm_up(self) -> None:
+        """Have vLLM compile all that it compiles in a step. Before the first session."""
+        options = self._slot_options
+        rows = options.max_slots + options.prefill_chunk_tokens
+        warm_up(self._llm, self._params, rows, options.max_slots, options.max_context_tokens)
 
     # -- the interface --------------------------------------------------------------------------------------
 

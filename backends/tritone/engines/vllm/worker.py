@@ -67,7 +67,11 @@ class TappedRunner:
         state = self.execute_model_state
         rows = [] if state is None else self._tapped(state)
         sessions, are_wrong = ([], None) if state is None else self._not_numbers(state)
-        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        unused = {} if state is None else self._take_unused_seeds()
+        try:
+            output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        finally:
+            self.input_batch.generators.update(unused)
         if rows:
             setattr(output, ROWS, rows)
         if are_wrong is not None:  # read when the tokens are on the host already: nothing waits twice
@@ -81,6 +85,15 @@ class TappedRunner:
         sessions = [None if request is None else request.session for request in ours]
         # Before the draw, which overwrites them.
         return sessions, None if state.logits is None else state.logits.amax(-1).isnan()
+
+    def _take_unused_seeds(self: Any) -> dict[int, Any]:
+        """Take out the generators of sessions whose draw is thrown away, since their prompt goes on; by row.
+
+        vLLM would draw with them and set them back, which those of a CPU do not let it.
+        """
+        generators = self.input_batch.generators
+        thrown_away = np.flatnonzero(self.discard_request_mask.np[: len(self.input_batch.req_ids)])
+        return {row: generators.pop(row) for row in thrown_away.tolist() if row in generators}
 
     def _tapped(self: Any, state: Any) -> list[TappedRows]:
         """The wanted rows among those that have just been computed."""

@@ -92,6 +92,8 @@ class VllmThinker(Thinking, VllmTextEngine[ThinkerSession]):
         towers = Towers(config.thinker, weights, device, dtype)
         reader = PromptReader(config, tokenizer, processor, towers, options.max_context_tokens)
         self._think_with(options, config, tokenizer, reader, placement.stream)
+        if device != "cpu":  # where nothing is compiled in a step
+            self._warm_up()
         self._greet(GREETING)
 
     @classmethod
