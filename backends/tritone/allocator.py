@@ -116,6 +116,7 @@ def give_back_often(room_bytes: int = 0, every_s: float = GIVE_BACK_EVERY_S) -> 
     _fill_numpy()
     gc.collect()
     gc.freeze()
+    trim(0)  # what loading has left takes 50 ms and more, for which nobody can allocate: now and not later
     room = _take_room(-(-min(room_bytes, MOST_ROOM_BYTES) // ARENA_BYTES))
     threading.Thread(target=run, args=(room,), daemon=True, name="memory").start()
 

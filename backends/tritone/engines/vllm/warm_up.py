@@ -66,8 +66,13 @@ def warm_up(llm: Any, params: type[Any], most_rows: int, most_sessions: int, con
         prompts = list(_pieces(size, context - 1))
         if len(prompts) <= most_sessions:
             run(prompts, DRAWS[0], tokens=1)
+    many = {
+        most_sessions,
+        most_sessions - 1,
+        most_sessions // 16 * 16,
+    }  # one that 16 divides, one that it does not
     for draw in DRAWS:
-        for sessions in sorted({1, most_sessions}):
+        for sessions in sorted({1, *many} - {0}):
             run([1] * sessions, draw, tokens=2)
 
 
