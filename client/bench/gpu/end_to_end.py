@@ -50,7 +50,7 @@ from comparison.servers import (  # noqa: E402
 )
 from comparison.stage_trace import traced  # noqa: E402
 from comparison.workload import TINY, Workload  # noqa: E402
-from tritone.pipelines.qwen3_omni.memory import OmniSizes  # noqa: E402
+from tritone.pipelines.qwen3_omni.sizes import OmniSizes  # noqa: E402
 from tritone_bench.arrivals import Load  # noqa: E402
 from tritone_bench.load import run_level, warm_up  # noqa: E402
 

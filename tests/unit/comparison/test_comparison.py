@@ -18,7 +18,7 @@ from comparison.peer_client import PeerClient, body
 from comparison.servers import OURS, PEER, KeptServers, OurStart, PeerStart, is_running, peer_server
 from comparison.stage_floors import Chip, Floor, Step, floor_of, kernel_share, steps_of
 from comparison.workload import Workload
-from tritone.pipelines.qwen3_omni.memory import OmniSizes
+from tritone.pipelines.qwen3_omni.sizes import OmniSizes
 from tritone_bench.record import RequestRecord
 from tritone_client.errors import ServerFault
 from tritone_client.events import AudioChunk, Done, TextDelta

@@ -22,8 +22,8 @@ import torch  # noqa: E402
 from tritone.engines.base import Placement  # noqa: E402
 from tritone.engines.memory import Ground, Term  # noqa: E402
 from tritone.pipelines.qwen3_omni.code2wav import Code2Wav, Code2WavOptions  # noqa: E402
-from tritone.pipelines.qwen3_omni.memory import OmniSizes  # noqa: E402
 from tritone.pipelines.qwen3_omni.processor import import_transformers  # noqa: E402
+from tritone.pipelines.qwen3_omni.sizes import OmniSizes  # noqa: E402
 from tritone.pipelines.qwen3_omni.talker import Talker, TalkerOptions  # noqa: E402
 from tritone.pipelines.qwen3_omni.thinker import Thinker, ThinkerOptions  # noqa: E402
 

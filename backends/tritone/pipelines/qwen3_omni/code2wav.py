@@ -25,7 +25,7 @@ from tritone.engines.memory import Ground, LoadFormat, Term
 from tritone.engines.torch_setup import prepared_torch
 from tritone.errors import ConfigError, InvalidRequest, TritoneError, Unavailable, not_numbers
 from tritone.networks.waveform_config import WaveformConfig
-from tritone.pipelines.qwen3_omni.memory import code2wav_terms
+from tritone.pipelines.qwen3_omni.code2wav_memory import code2wav_terms
 from tritone.pipelines.qwen3_omni.wave_steps import Buckets
 from tritone.pipelines.qwen3_omni.waves import EagerWaves, Share, Waves
 from tritone.ports import Array

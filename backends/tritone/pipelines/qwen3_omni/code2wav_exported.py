@@ -17,7 +17,7 @@ from tritone.engines.base import Placement
 from tritone.engines.memory import Ground, Term
 from tritone.networks.waveform_config import WaveformConfig
 from tritone.pipelines.qwen3_omni.code2wav import WaveEngine, codec_config
-from tritone.pipelines.qwen3_omni.memory import exported_code2wav_terms
+from tritone.pipelines.qwen3_omni.code2wav_memory import exported_code2wav_terms
 from tritone.pipelines.qwen3_omni.wave_steps import StepWaves
 
 

@@ -16,7 +16,7 @@ from tritone.engines.memory import Ground, Term
 from tritone.errors import ConfigError
 from tritone.networks.waveform_config import WaveformConfig
 from tritone.pipelines.qwen3_omni.code2wav_exported import ExportedCode2Wav, ExportedOptions
-from tritone.pipelines.qwen3_omni.memory import tensorrt_code2wav_terms
+from tritone.pipelines.qwen3_omni.code2wav_memory import tensorrt_code2wav_terms
 from tritone.pipelines.qwen3_omni.plan_files import (
     INPUTS,
     LIBRARIES,

@@ -17,7 +17,7 @@ from typing import Any
 from comparison.tables import markdown
 from comparison.workload import Workload
 from tritone.networks.decoder_size import DecoderSize
-from tritone.pipelines.qwen3_omni.memory import OmniSizes
+from tritone.pipelines.qwen3_omni.sizes import OmniSizes
 from tritone_bench.record import RequestRecord
 
 STAGES = ("thinker", "talker", "code2wav")
