@@ -10,13 +10,11 @@ Triton-batched stage is called by BLS, a call a chunk. Nothing here holds a serv
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from tritone import contract as c
@@ -24,7 +22,6 @@ from tritone import wire
 from tritone.admission import Admission
 from tritone.answer import Answer
 from tritone.bls import Stages
-from tritone.chunk_feed import ChunkFeed
 from tritone.control import DropStream
 from tritone.deploy import Deploy
 from tritone.errors import (
@@ -34,18 +31,18 @@ from tritone.errors import (
     NotReached,
     TritoneError,
     Unavailable,
-    from_code,
     suggestion,
 )
 from tritone.fault_log import described
 from tritone.fetch import Fetcher
 from tritone.inbox import Inbox
+from tritone.intake import Intake
 from tritone.metrics import Publisher
 from tritone.pipeline import Facts
 from tritone.reception import Arrival, Reception
 from tritone.request import MAX_DRAWN_SEED, check_supported, read_request
 from tritone.request_trace import RequestTrace, answer_attributes
-from tritone.routing import FRAMES, NUM_TOKENS, SEGMENT_END, Routing
+from tritone.routing import Routing
 from tritone.session import ChunkCall, Session
 from tritone.stage_calls import Opening, StageCalls
 from tritone.tally import RequestTally
@@ -88,7 +85,6 @@ class Orchestrator:
         self._stages = Stages(deploy.bls_threads, key)
         self._calls = StageCalls(deploy, name, self._stages, self._abandon)
         self._models = self._calls.models
-        self._stage_names = {model: name for name, model in self._models.items()}
         self._fetcher = Fetcher(deploy)
         self._encoders = ThreadPoolExecutor(1, "encode")
         self._loop = asyncio.new_event_loop()
@@ -210,7 +206,7 @@ class Orchestrator:
             try:
                 await self._open(session)
                 opened = True
-                await self._run(session)
+                await Intake(self._deploy, self._calls, session).run()
                 return
             except EngineLost as lost:
                 if not self._deploy.resumes or (opened and not resumes_left):
@@ -246,106 +242,6 @@ class Orchestrator:
     async def _undo_open(self, opening: Opening, session: str) -> None:
         """The request ended while the stage was being opened: it opens all the same."""
         self._inbox.tell((await opening)["endpoint"], wire.Cancel(session))
-
-    async def _run(self, session: Session) -> None:
-        """Take what the stages push until all of them have finished and all their frames are sound."""
-        feeds = {
-            stage.name: ChunkFeed(
-                session.request.chunks,
-                partial(self._calls.call_chunk, session, stage),
-                session.answer,
-                whole=self._deploy.mode == "sync",
-            )
-            for stage in session.routing.chunked()
-        }
-        try:
-            async with asyncio.TaskGroup() as group:
-                for feed in feeds.values():
-                    group.create_task(feed.run())
-                async for message in self._mail(session):
-                    match message:
-                        case wire.Piece():
-                            self._take(session, message, feeds)
-                        case wire.Finished():
-                            self._note_end(session, message)
-                        case wire.Delivered(source=source):
-                            session.undelivered.discard(self._stage_names[source])
-                    if session.mail.empty():
-                        session.answer.flush()  # as long as messages wait, text gathers
-        except BaseExceptionGroup as group_error:
-            raise _first(group_error) from None
-        finally:
-            with contextlib.suppress(TritoneError):  # what ended the stages is told
-                session.answer.flush()
-
-    async def _mail(self, session: Session) -> AsyncIterator[Any]:
-        """What the stages send, until each has finished. Raises what a stage failed with."""
-        waiting = set(session.endpoints)
-        heard_s = self._loop.time()
-        while waiting:
-            try:
-                message = await self._next_mail(session)
-            except TimeoutError:
-                await self._check_stages(waiting)
-                if self._loop.time() - heard_s > self._deploy.stall_limit_s:
-                    raise self._stalled(waiting) from None
-                continue
-            heard_s = self._loop.time()
-            if not isinstance(message, wire.Failed):
-                yield message
-            elif session.needs(name := self._stage_names[message.source]):  # still, since it was sent
-                session.trace.fail_stage(name, message.code)
-                raise from_code(message.code, message.what, message.cure)
-            waiting = {name for name in waiting if session.needs(name)}
-
-    async def _next_mail(self, session: Session) -> Any:
-        """Raises TimeoutError when nothing comes for long."""
-        if not session.mail.empty():
-            return session.mail.get_nowait()
-        # Not wait_for: in Python 3.11 that may swallow the cancellation that a deadline is.
-        async with asyncio.timeout(self._deploy.stall_s):
-            return await session.mail.get()
-
-    async def _check_stages(self, names: set[str]) -> None:
-        """Nothing came for long: that is a queue, or a stage that is not well. Raises for the latter."""
-        states = await self.ping()
-        for name in sorted(names):
-            if "error" in states[name]:
-                raise Unavailable(f"stage {name} gives nothing: {states[name]['error']}", "try again")
-
-    def _stalled(self, names: set[str]) -> Unavailable:
-        limit_s = self._deploy.stall_limit_s
-        return Unavailable(f"stage {', '.join(sorted(names))} gave nothing for {limit_s:g} s", "try again")
-
-    def _take(self, session: Session, piece: wire.Piece, feeds: Mapping[str, ChunkFeed]) -> None:
-        name = self._stage_names[piece.source]
-        expected = session.pieces_seen.get(name, 0)
-        if piece.number != expected:
-            raise TritoneError(
-                f"piece {piece.number} of stage {name} came when {expected} was due", "try again"
-            )
-        session.pieces_seen[name] = expected + 1
-        if piece.values:
-            session.timeline.note_output(name)
-        for port, value in piece.values.items():
-            if self._pipeline.modality_of(name, port) == "text":
-                session.answer.text(value, int(piece.values.get(NUM_TOKENS, 0)))
-        for consumer, feed in feeds.items():
-            inputs = session.routing.chunk_inputs(name, piece.values, consumer)
-            if FRAMES in inputs:
-                session.num_frames += len(inputs[FRAMES])
-                feed.push(inputs[FRAMES], bool(inputs.get(SEGMENT_END, False)))
-            if piece.last and session.routing.feeds(name, consumer):
-                feed.end()
-
-    def _note_end(self, session: Session, end: wire.Finished) -> None:
-        name = self._stage_names[end.source]
-        session.finished[name] = end.reason
-        if not end.is_delivered:
-            session.undelivered.add(name)
-        session.usage[name] = dict(end.usage)
-        session.timeline.note_end(name, end)
-        session.trace.end_stage(name, session.timeline.stages[name])
 
     async def _finish(self, session: Session, complete: bool) -> None:
         """Send `done`. A modality that the deadline cut off says so; text may end long before speech."""
@@ -470,10 +366,3 @@ class Orchestrator:
         if left:
             await asyncio.wait(left, timeout=CLEANUP_TIMEOUT_S / 2)
         self._inbox.close()
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first leaf of a group of exceptions: in one request, the others only follow from it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

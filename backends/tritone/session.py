@@ -26,7 +26,7 @@ class ChunkCall(NamedTuple):
 class Session:
     """One request in flight.
 
-    Created by the orchestrator when it admits a request; `Orchestrator._close` ends it, whatever happened.
+    Created by the orchestrator when it admits a request; `Orchestrator._release` ends it, whatever happened.
     """
 
     id: str  # names the session in every engine: pipeline model, orchestrator and count

@@ -47,6 +47,11 @@ class StageCalls:
         self._counter = itertools.count(1)
         self._sequence_base = secrets.randbits(62)  # nobody else can name a live sequence
         self.models = {stage.name: deploy.stage(stage.name).model for stage in self._pipeline.stages}
+        self._stage_names = {model: name for name, model in self.models.items()}
+
+    def stage_of(self, model: str) -> str:
+        """The stage that a Triton model serves."""
+        return self._stage_names[model]
 
     def next_id(self) -> tuple[str, int]:
         """A session id and a sequence number that were never used."""
