@@ -22,6 +22,7 @@ log = logging.getLogger("tritone.inbox")
 
 MESSAGES_A_TURN = 64  # of one engine; then others, and deadlines, have theirs
 DRAIN_POLL_S = 0.05
+TAKES_CONNECTIONS = 0x10000  # __SO_ACCEPTCON, of the flags in /proc/net/unix
 
 
 def address(server: str, model: str, pid: int) -> str:
@@ -63,9 +64,16 @@ def drain_all(
 
 
 def listening(prefix: str) -> set[str]:
-    """The abstract sockets of this machine whose names begin with `prefix`."""
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    return {name for line in lines if (name := line.rpartition("@")[2]).startswith(prefix)}
+    """The abstract sockets of this machine that take connections and whose names begin with `prefix`.
+
+    A connection has the name of the socket that took it, and may outlive that.
+    """
+    found = set()
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        what, _, name = line.partition("@")
+        if name.startswith(prefix) and int(what.split()[3], 16) & TAKES_CONNECTIONS:
+            found.add(name)
+    return found
 
 
 def _until_hung_up(channel: wire.Channel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -59,6 +60,14 @@ def test_a_profile(served: Desk) -> None:
 def test_nothing_runs() -> None:
     with pytest.raises(ConfigError, match="no `tritone serve` runs here; start one"):
         ask_reload("echo")
+
+
+def test_a_connection_that_outlives_its_desk_is_none() -> None:
+    served = Desk(reload, profile)
+    with contextlib.closing(wire.connect(f"{desk.PREFIX}{os.getpid()}")):
+        served.close()
+        with pytest.raises(ConfigError, match="no `tritone serve` runs here"):
+            ask_reload("echo")
 
 
 def test_several_run(served: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
