@@ -72,7 +72,7 @@ CONTROL_INPUTS = (
 TEXT_OUTPUT = Port(
     "text_output", "STRING", (-1,), "text delta of one or more tokens, '' if the response carries none"
 )
-EVENT = Port("event", "STRING", (1,), "text, audio, image, video, progress or done")
+EVENT = Port("event", "STRING", (1,), "text, audio or done; image, video and progress are reserved")
 INDEX = Port("index", "UINT32", (1,), "counts the responses of a request from 0")
 FINISH_REASON = Port("finish_reason", "STRING", (1,), "in done: JSON, modality to reason")
 INFO = Port("info", "STRING", (1,), "in done: JSON with usage, seed and, if asked for, timings")

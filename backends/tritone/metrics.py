@@ -29,7 +29,7 @@ STAGE = ("pipeline", "stage", "instance")  # instance: device and number, e.g. c
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One metric family, declared once; README.md lists them all."""
+    """One metric family, declared once; docker/METRICS.md lists them all."""
 
     name: str  # with its unit
     kind: str  # COUNTER, GAUGE or HISTOGRAM

@@ -1,4 +1,4 @@
-"""What tells of metrics names those that there are: README.md and the dashboard, each all of them."""
+"""What tells of metrics names those that there are: docker/METRICS.md and the dashboard, each all of them."""
 
 import json
 import re
@@ -81,8 +81,8 @@ def test_prometheus_scrapes_the_service_of_compose():
 
 
 def test_the_page_lists_every_family_with_its_kind():
-    section = (ROOT / "README.md").read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
-    rows = [row.split("|")[1:5] for row in section.splitlines() if row.startswith("| `tritone_")]
+    page = (DOCKER / "METRICS.md").read_text()
+    rows = [row.split("|")[1:5] for row in page.splitlines() if row.startswith("| `tritone_")]
     listed = {name: (kind.strip(), labels.strip()) for names, kind, labels, _ in rows
               for name in re.findall(r"`(tritone_\w+)`", names)}  # fmt: skip
     assert listed.keys() == BY_NAME.keys()
