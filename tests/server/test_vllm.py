@@ -109,3 +109,19 @@ async def test_a_prompt_beyond_the_context_is_told_by_the_thinker(server):
     async with server.client(PIPELINE) as client:
         with pytest.raises(InvalidRequest, match="prompt and answer together may have 1024"):
             await client.ask("long word " * 800, modalities="text")
+
+
+async def test_what_vllm_refuses_ends_no_other_answer(server):
+    from tritone_client import InvalidRequest
+
+    picture = CASES["image_audio"].image_files[0]
+    long = {"thinker": {"ignore_eos": True, "max_tokens": 200}}
+    async with server.client(PIPELINE) as client:
+        others = [
+            asyncio.create_task(client.ask("Why?", modalities="text", sampling=long, seed=seed))
+            for seed in range(4)
+        ]
+        with pytest.raises(InvalidRequest, match=r"temperature must be in .* got 3\.0; change its settings"):
+            await client.ask("What?", image=picture, modalities="text", temperature=3.0)
+        for answer in await asyncio.gather(*others):
+            assert answer.done.usage["completion_tokens"] == 200

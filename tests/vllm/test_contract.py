@@ -36,11 +36,11 @@ OF_VLLMS_CLASSES = {
     "TellingModel",
 }  # below classes that are known at run time
 ADDED = {  # to vLLM's classes, by us
-    *("begun", "tapped", "wrong", "free_blocks", "blocks"),
+    *("begun", "tapped", "wrong", "forget", "free_blocks", "blocks"),
     *("tap", "_tapped", "_tapped_layer", "_not_numbers", "_take_unused_seeds"),
 }
 PLAIN = {  # what source cannot tell from vLLM's: Python's, torch's, the checkpoint's config, its tokenizer
-    *("__name__", "__version__", "__module__", "_fields", "move_to_end", "cat"),
+    *("__name__", "__version__", "__module__", "_fields", "args", "move_to_end", "cat"),
     *("text_config", "vision_config", "to_dict", "backend_tokenizer", "tokenizer"),
     *(
         name

@@ -8,7 +8,9 @@ import pytest
 
 from thinkers import CASES, assert_equal
 from tritone.engines.vllm.row_memory import RowMemory
+from tritone.engines.vllm.worker import TappedRunner
 from tritone.errors import InvalidRequest, TritoneError
+from tritone.pipelines.qwen3_omni.vllm_model import ThinkerOnVllm
 
 TEXT, MEDIA = "stops", "image_audio"
 TOGETHER = ("cut", "image_audio", "video_audio", "turns")
@@ -57,8 +59,6 @@ def test_an_answer_fills_the_context_and_no_more(tight):
 
 def test_what_is_not_a_number_ends_its_session_and_no_other(roomy, expected, monkeypatch):
     """In the scores alone: keys that are not numbers would stay in vLLM's cache for the next tests."""
-    from tritone.pipelines.qwen3_omni.vllm_model import ThinkerOnVllm
-
     compute, passes = ThinkerOnVllm.compute_logits, []
 
     def spoilt(*given):
@@ -199,6 +199,58 @@ def test_media_of_a_remembered_prompt_are_read_again_when_it_is_forgotten(tight,
     assert_equal(answer, torch_thinker.one("expected", CASES[MEDIA], **settings))
 
 
+# -- steps that fail -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "number"),
+    [
+        (ThinkerOnVllm, "forward", 2),  # of the rows that fill the prompt's first block
+        (ThinkerOnVllm, "embed_multimodal", 1),
+        (TappedRunner, "_tapped", 2),
+        (TappedRunner, "_not_numbers", 2),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_step_that_fails_leaves_nothing_to_later_ones(
+    tight, torch_thinker, monkeypatch, owner, name, number
+):
+    case = longer(CASES["image"])
+    shade = len(name)  # a picture that no cache holds
+    case = dataclasses.replace(case, images=tuple(image // 2 + shade for image in case.images))
+    done, calls = getattr(owner, name), []
+
+    def fail_once(*given, **named):
+        calls.append(name)
+        if len(calls) == number:
+            raise RuntimeError("out of luck")
+        return done(*given, **named)
+
+    monkeypatch.setattr(owner, name, fail_once)
+    tight.ask("failed", case)
+    tight.wait_for_media()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        tight.run("failed")
+    tight.engine.abort("failed")  # as the loop does
+    again = tight.one("failed", case)
+    assert again.usage["cached_tokens"] == 0
+    assert_equal(again, torch_thinker.one("expected", case))
+
+
+def test_an_engine_whose_cache_cannot_be_emptied_fails_until_it_is_given_up(tight, expected, monkeypatch):
+    engine = tight.engine
+    tight.ask("holds on", CASES[TEXT])
+    with monkeypatch.context() as patched:
+        patched.setattr(ThinkerOnVllm, "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tight.turn()
+    for _ in range(2):  # its blocks are those of a session that nobody aborts
+        with pytest.raises(TritoneError, match="does not give up the rows of a step that failed"):
+            tight.turn()
+    engine.abort("holds on")
+    assert_equal(tight.one("goes on", CASES[TEXT]), expected[TEXT])
+
+
 # -- chance --------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +271,11 @@ def test_a_seed_draws_the_same_however_the_prompt_is_cut(roomy, tight):
     whole, cut = (engine.one("drawn", CASES[TEXT], **settings) for engine in (roomy, tight))
     assert whole.error is None
     assert cut.spoken == whole.spoken
+
+
+def test_a_temperature_that_vllm_would_raise_is_none(roomy, expected):
+    for temperature in (1e-9, 0.0099):
+        assert_equal(roomy.one("cold", CASES[TEXT], temperature=temperature, seed=1), expected[TEXT])
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -250,6 +307,19 @@ def test_what_vllm_refuses_leaves_nothing_behind(roomy, expected, monkeypatch):
         answer = roomy.one("refused later", CASES["image"])
         assert isinstance(answer.error, InvalidRequest)
     assert_equal(roomy.one("taken", CASES[TEXT]), expected[TEXT])
+
+
+def test_what_vllm_refuses_with_media_fails_nobody_else(roomy, expected):
+    """Its prompt becomes known in a step that the others share."""
+    refused = "vLLM does not take the request: temperature must be in .0, 2., got 3.0; change its settings"
+    with pytest.raises(InvalidRequest, match=refused):
+        roomy.ask("hot words", CASES[TEXT], temperature=3.0)
+    roomy.ask("other", CASES[TEXT])
+    roomy.ask("hot", CASES["image"], temperature=3.0)
+    roomy.wait_for_media()
+    answers = roomy.run("hot", "other")
+    assert isinstance(answers["hot"].error, InvalidRequest)
+    assert_equal(answers["other"], expected[TEXT])
 
 
 def test_a_bad_setting_is_refused_in_the_words_of_torch(roomy, torch_thinker):

@@ -34,9 +34,26 @@ def test_steps_of_all_sizes_run_and_leave_nothing_behind(tight, expected, schedu
     tight.engine.check_integrity()
     whole = [rows for rows, sessions in scheduled if sessions == 1]
     assert set(step_sizes(16)) <= set(whole)
-    assert scheduled.count((4, 4)) == 2 * len(DRAWS)  # four sessions, a prompt of one row and a token each
+    assert scheduled.count((4, 4)) == 2 * 2 * len(
+        DRAWS
+    )  # with a seed and without, four sessions, a prompt of one row and a token each
     name = next(iter(CASES))
     assert_equal(tight.one(name, CASES[name]), expected[name])
+
+
+def test_every_draw_has_a_seed_as_those_of_sessions_have(tight):
+    engine, asked = tight.engine, []
+
+    def noted(**settings):
+        asked.append(settings)
+        return engine._params(**settings)
+
+    warm_up(engine._llm, noted, most_rows=16, most_sessions=4, context=64)
+    for draw in DRAWS:
+        seeds = {
+            given["seed"] for given in asked if given["max_tokens"] == 2 and draw.items() <= given.items()
+        }
+        assert seeds == {1, None}, draw
 
 
 def test_a_step_has_more_rows_than_a_context(tight, scheduled):

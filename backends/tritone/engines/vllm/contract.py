@@ -75,7 +75,15 @@ PUBLIC: tuple[Touched, ...] = (
     Part(
         "vllm.v1.engine.llm_engine",
         "LLMEngine",
-        ("from_engine_args", "add_request", "step", "abort_request", "has_unfinished_requests"),
+        (
+            "from_engine_args",
+            "add_request",
+            "step",
+            "abort_request",
+            "has_unfinished_requests",
+            "reset_prefix_cache",
+            "reset_encoder_cache",
+        ),
         mentions=("self.engine_core",),
     ),
     Part(
@@ -98,6 +106,7 @@ PUBLIC: tuple[Touched, ...] = (
             "extra_args",
         ),
     ),
+    Part("vllm.exceptions", "VLLMValidationError"),
     Part("vllm.sampling_params", "RequestOutputKind", ("DELTA",)),
     Part("vllm.outputs", "RequestOutput", parameters=("request_id", "outputs", "finished")),
     Part("vllm.outputs", "CompletionOutput", ("token_ids", "finish_reason")),

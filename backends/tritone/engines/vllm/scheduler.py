@@ -23,6 +23,10 @@ class WatchedScheduler(Scheduler):
         self.tapped: list[TappedRows] = []
         self.wrong: list[str] = []  # sessions whose logits are not numbers
 
+    def forget(self) -> None:
+        """Drop what came with a step that failed."""
+        self.begun, self.tapped, self.wrong = [], [], []
+
     def schedule(self, *arguments: Any, **named: Any) -> Any:
         output = super().schedule(*arguments, **named)
         for request in output.scheduled_new_reqs:

@@ -18,6 +18,8 @@ from tritone.engines.vllm.warm_up import warm_up
 from tritone.errors import InvalidRequest, TritoneError
 from tritone.sampling import Sampling
 
+LEAST_TEMPERATURE = 0.01  # vLLM raises what is between 0 and it, and warns of that request by request
+
 T = TypeVar("T", bound=TextSession)
 
 
@@ -26,11 +28,14 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
 
     def _draw_with(self, llm: Any) -> None:
         """To be called once, before the first session."""
+        from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         self._llm, self._params, self._delta_kind = llm, SamplingParams, RequestOutputKind.DELTA
+        self._refusals = (ValueError, VLLMValidationError)  # of requests; one is the other before 0.32
         self._scheduler = llm.engine_core.engine_core.scheduler
         self._requests: dict[str, RunnerRequest] = {}  # of sessions that vLLM has
+        self._is_spoilt = False  # a step has failed, and its rows may be in the caches
 
     def _warm_up(self) -> None:
         """Have vLLM compile all that it compiles in a step. Before the first session."""
@@ -44,7 +49,11 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
         deltas = super().step()
         if not self._llm.has_unfinished_requests():
             return deltas
+        if self._is_spoilt:
+            self._empty_caches()
+        self._is_spoilt = True
         outputs = self._llm.step()
+        self._is_spoilt = False
         self._counts["steps"] += 1
         self._take_tapped()
         return [*deltas, *self._take_begun(), *self._take_wrong(), *self._take_drawn(outputs)]
@@ -111,10 +120,19 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
         self._submit(session)
 
     def _submit(self, session: T, from_cache: bool = True) -> None:
-        ours = self._requests[session.id]
+        try:
+            settings = self._settings(session, from_cache)
+            self._llm.add_request(session.id, self._prompt_input(session), settings)
+        except self._refusals as fault:
+            del self._requests[session.id]
+            said = str(fault.args[0]).rstrip(".")
+            raise InvalidRequest(f"vLLM does not take the request: {said}", "change its settings") from None
+
+    def _settings(self, session: T, from_cache: bool) -> Any:
+        """A session's SamplingParams."""
         sampling = session.sampling
         most = min(sampling.max_tokens, self._slot_options.max_context_tokens - session.prompt_tokens)
-        params = self._params(
+        return self._params(
             **_given(sampling),
             max_tokens=most,
             min_tokens=min(sampling.min_tokens, most),
@@ -123,15 +141,21 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
             detokenize=False,
             output_kind=self._delta_kind,
             skip_reading_prefix_cache=not from_cache,
-            extra_args={EXTRA: ours},
+            extra_args={EXTRA: self._requests[session.id]},
         )
-        try:
-            self._llm.add_request(session.id, self._prompt_input(session), params)
-        except ValueError as fault:
-            del self._requests[session.id]
-            raise InvalidRequest(f"vLLM does not take the request: {fault}", "change its settings") from None
 
     # -- inside a step --------------------------------------------------------------------------------------
+
+    def _empty_caches(self) -> None:
+        """After a step that failed, whose sessions have been aborted.
+
+        vLLM enters rows into its caches when it schedules them: what was never computed would be taken for
+        the beginning of later prompts.
+        """
+        self._scheduler.forget()
+        if not self._llm.reset_prefix_cache():
+            raise TritoneError("vLLM does not give up the rows of a step that failed", "see the server log")
+        self._llm.reset_encoder_cache()
 
     def _take_begun(self) -> list[Delta]:
         """Note the sessions whose prompt vLLM has begun to read."""
@@ -204,4 +228,5 @@ class VllmTextEngine(TextWriter[T], Generic[T]):
 def _given(sampling: Sampling) -> dict[str, Any]:
     """The settings that mean the same to vLLM."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-    return {name: getattr(sampling, name) for name in names}
+    given = {name: getattr(sampling, name) for name in names}
+    return given if sampling.temperature >= LEAST_TEMPERATURE else {**given, "temperature": 0.0}

@@ -64,13 +64,16 @@ class TappedRunner:
             filled = filled_now
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
-        state = self.execute_model_state
-        rows = [] if state is None else self._tapped(state)
-        sessions, are_wrong = ([], None) if state is None else self._not_numbers(state)
-        unused = {} if state is None else self._take_unused_seeds()
+        state, unused = self.execute_model_state, {}
+        if state is None:  # there is nothing to draw
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
         try:
+            rows = self._tapped(state)
+            sessions, are_wrong = self._not_numbers(state)
+            unused = self._take_unused_seeds()
             output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         finally:
+            self.execute_model_state = None  # vLLM refuses every later step while one is there
             self.input_batch.generators.update(unused)
         if rows:
             setattr(output, ROWS, rows)
