@@ -209,12 +209,14 @@ class SlotEngine(SessionEngine[S], Generic[S]):
         while self._waiting and self._slots.free and self._may_begin(self._waiting[0]):
             session = self._waiting.popleft()
             session.slot, source = self._slots.take(session.id, session.keys, self._reusable(session))
+            self._running[session.id] = session
             session.cached_tokens = session.slot.filled
             if source is not None:
+                session.slot.filled = 0  # until it has them: a copy may fail
                 self._decoder.copy_prefix(source.index, session.slot.index, session.cached_tokens)
+                session.slot.filled = session.cached_tokens
             session.started_s = time.monotonic()
             self.note_phase(session.id, PREFILL)
-            self._running[session.id] = session
             self._counts["prompt_tokens"] += len(session.keys)
             self._counts["cached_tokens"] += session.cached_tokens
             deltas += self._begun(session)

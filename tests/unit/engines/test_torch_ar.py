@@ -167,6 +167,29 @@ def test_cached_keys_and_values_equal_computed_ones(make_engine: MakeEngine) -> 
     )
 
 
+def test_a_copy_that_fails_leaves_nothing_that_looks_cached(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokens_of(make_engine(prefix_cache=False), "x")
+    engine = make_engine(max_slots=2)
+    ask(engine, "known", LONG, max_tokens=20)
+    while not engine._sessions["known"].completion_tokens:
+        engine.step()
+
+    def fail(*_: int) -> None:
+        raise MemoryError("no room for a copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._decoder, "copy_prefix", fail)
+        ask(engine, "copied", LONG)
+        with pytest.raises(MemoryError):
+            engine.step()
+    for name in ("known", "copied"):
+        engine.abort(name)
+    engine.check_integrity()
+    assert tokens_of(engine, "x") == expected
+
+
 def test_a_burst_with_one_system_prompt_reads_it_once(make_engine: MakeEngine) -> None:
     engine = make_engine()
     for i in range(6):

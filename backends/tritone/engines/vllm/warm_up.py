@@ -67,13 +67,10 @@ def warm_up(llm: Any, params: type[Any], most_rows: int, most_sessions: int, con
         prompts = list(_pieces(size, context - 1))
         if len(prompts) <= most_sessions:
             run(prompts, DRAWS[0], tokens=1)
-    many = {
-        most_sessions,
-        most_sessions - 1,
-        most_sessions // 16 * 16,
-    }  # one that 16 divides, one that it does not
+    # Of many, one number that 16 divides, and one that it does not.
+    numbers = {1, most_sessions - 1, most_sessions, most_sessions // 16 * 16} - {0}
     for draw, seed in product(DRAWS, SEEDS):
-        for sessions in sorted({1, *many} - {0}):
+        for sessions in sorted(numbers):
             run([1] * sessions, {**draw, "seed": seed}, tokens=2)
 
 
