@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from thinkers import CASES, assert_equal
-from tritone.engines.vllm.warm_up import DRAWS, step_sizes, warm_up
+from tritone.engines.vllm.warm_up import DRAWS, SEEDS, step_sizes, warm_up
 
 
 @pytest.fixture
@@ -34,9 +34,8 @@ def test_steps_of_all_sizes_run_and_leave_nothing_behind(tight, expected, schedu
     tight.engine.check_integrity()
     whole = [rows for rows, sessions in scheduled if sessions == 1]
     assert set(step_sizes(16)) <= set(whole)
-    assert scheduled.count((4, 4)) == 2 * 2 * len(
-        DRAWS
-    )  # with a seed and without, four sessions, a prompt of one row and a token each
+    steps = 2  # of four sessions at a time: a prompt of one row, and a token
+    assert scheduled.count((4, 4)) == steps * len(SEEDS) * len(DRAWS)
     name = next(iter(CASES))
     assert_equal(tight.one(name, CASES[name]), expected[name])
 
@@ -53,7 +52,7 @@ def test_every_draw_has_a_seed_as_those_of_sessions_have(tight):
         seeds = {
             given["seed"] for given in asked if given["max_tokens"] == 2 and draw.items() <= given.items()
         }
-        assert seeds == {1, None}, draw
+        assert seeds == set(SEEDS) and None in seeds and len(seeds) == 2, draw
 
 
 def test_a_step_has_more_rows_than_a_context(tight, scheduled):

@@ -25,12 +25,13 @@ from tritone.pipelines.qwen3_omni.talker import Talker, TalkerOptions
 
 DEVICE = "cuda:0"
 PROMPT_TOKENS, TEXT_TOKENS = 108, 100
-SETTLED_STEPS = 10
+SETTLED_STEPS = 10  # before the late prompt comes
+LONGEST = 400  # frames of those who speak meanwhile
 LATE = "late"
 
 
 def ask(talker: Talker, name: str, seed: int, prompt_tokens: int, frames: int, chance: Any) -> None:
-    """A session with a prompt of random words."""
+    """Begin a session that makes so many frames. chance: numpy's RandomState, for the ids of the prompt."""
     ids = talker._config.tokens
     sampling = {"temperature": 0.9, "top_k": 50, "repetition_penalty": 1.05, "seed": seed}
     limits = {"max_tokens": frames + 1, "min_tokens": frames + 1}
@@ -68,10 +69,13 @@ def spoken(talker: Talker, sessions: int, frames: int) -> dict[str, Any]:
 
 
 def beside_a_prompt(talker: Talker, sessions: int, prompt_tokens: int) -> list[float]:
-    """Seconds of each step of running sessions from when one more comes until its first frame."""
+    """Seconds of each step of running sessions from when one more comes until its first frame.
+
+    prompt_tokens: of the one that comes.
+    """
     chance = np.random.RandomState(1)
     for i in range(sessions):
-        ask(talker, str(i), i, PROMPT_TOKENS, 400, chance)
+        ask(talker, str(i), i, PROMPT_TOKENS, LONGEST, chance)
     speaking: set[str] = set()
     while len(speaking) < sessions:
         speaking |= {delta.session for delta in talker.step() if "frames" in delta.outputs}

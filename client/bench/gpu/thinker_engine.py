@@ -33,7 +33,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain, overlap": {"kernels": False},
     "eager": {"cuda_graphs": False},
 }
-SETTLED_STEPS = 10
+SETTLED_STEPS = 10  # before the late prompt comes
+LONGEST = 400  # tokens of those who answer meanwhile
 
 
 class _Thinker(Thinker):
@@ -44,9 +45,9 @@ class _Thinker(Thinker):
         return bool(options.cuda_graphs)
 
 
-def ask(thinker: Thinker, number: int, prompt_tokens: int, tokens: int) -> Any:
-    """The session of a prompt of so many words; every second one draws."""
-    words = f"{number} " + "a" * prompt_tokens  # at full size about one token a byte
+def ask(thinker: Thinker, number: int, prompt_bytes: int, tokens: int) -> Any:
+    """The session of a prompt of so many bytes, whose answer has so many tokens; every second one draws."""
+    words = f"{number} " + "a" * prompt_bytes  # at full size about one token a byte
     messages = [{"role": "user", "content": [{"type": "text", "text": words}]}]
     limits = {"max_tokens": tokens, "ignore_eos": True, "seed": number}
     sampling = {"temperature": 0.8 * (number % 2), "top_k": 50, "top_p": 0.9, **limits}
@@ -54,9 +55,9 @@ def ask(thinker: Thinker, number: int, prompt_tokens: int, tokens: int) -> Any:
     return thinker._sessions[str(number)]
 
 
-def answered(thinker: Thinker, sessions: int, prompt_tokens: int, tokens: int) -> dict[str, Any]:
+def answered(thinker: Thinker, sessions: int, prompt_bytes: int, tokens: int) -> dict[str, Any]:
     """Tokens of the first session, when each session's first came, and how long each step took."""
-    known = {str(i): ask(thinker, i, prompt_tokens, tokens) for i in range(sessions)}
+    known = {str(i): ask(thinker, i, prompt_bytes, tokens) for i in range(sessions)}
     firsts_s: dict[str, float] = {}
     steps_s: list[float] = []
     began_s = time.perf_counter()
@@ -79,14 +80,17 @@ def answered(thinker: Thinker, sessions: int, prompt_tokens: int, tokens: int) -
     }
 
 
-def beside_a_prompt(thinker: Thinker, sessions: int, prompt_tokens: int, late_tokens: int) -> list[float]:
-    """Seconds of each step of running sessions from when one more comes until its first token."""
-    asked = [ask(thinker, i, prompt_tokens, 400) for i in range(sessions)]
+def beside_a_prompt(thinker: Thinker, sessions: int, prompt_bytes: int, late_bytes: int) -> list[float]:
+    """Seconds of each step of running sessions from when one more comes until its first token.
+
+    late_bytes: of its prompt; prompt_bytes: of each of theirs.
+    """
+    asked = [ask(thinker, i, prompt_bytes, LONGEST) for i in range(sessions)]
     while not all(session.completion_tokens for session in asked):
         thinker.step()
     for _ in range(SETTLED_STEPS):
         thinker.step()
-    late = ask(thinker, sessions, late_tokens, 5)
+    late = ask(thinker, sessions, late_bytes, 5)
     steps_s: list[float] = []
     while not late.completion_tokens:
         began_s = time.perf_counter()

@@ -24,6 +24,7 @@ WIDENED = 12  # tensors as wide as the model, of all columns, that the wideners 
 
 
 def code2wav_terms(ground: Ground, options: Code2WavOptions) -> list[Term]:
+    """What Code2Wav in torch holds on one device, in bytes."""
     sizes, item = OmniSizes.read(ground.checkpoint), ITEM_BYTES[options.dtype]
     size = sizes.code2wav
     graphs = ground.on_gpu and options.cuda_graphs
@@ -39,8 +40,11 @@ def code2wav_terms(ground: Ground, options: Code2WavOptions) -> list[Term]:
 
 
 def tensorrt_code2wav_terms(ground: Ground, options: ExportedOptions) -> list[Term]:
-    """The same, and on the GPU what a plan reads and writes: states of all rows of a pass, twice, beside them
-    copies on their way from the pool and back, codes and samples."""
+    """As `exported_code2wav_terms`, and on the GPU what a plan reads and writes.
+
+    That is states of all rows of a pass, twice, beside them copies on their way from the pool and back, codes
+    and samples.
+    """
     size, item = OmniSizes.read(ground.checkpoint).code2wav, ITEM_BYTES["float32"]
     rows = buckets(1, options.max_streams)[-1]
     frames = min(MAX_BATCH_FRAMES, rows * MAX_PASS_FRAMES)

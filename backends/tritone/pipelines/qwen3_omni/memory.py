@@ -41,6 +41,7 @@ VLLM_RESIZES = {  # engine_args after which weights or KV cache are of another s
 
 
 def thinker_terms(ground: Ground, options: ThinkerOptions) -> list[Term]:
+    """What the Thinker in torch holds on one device, in bytes."""
     graphs = ground.on_gpu and options.cuda_graphs
     terms = _common_thinker_terms(ground, options, graphs)
     if not graphs:
@@ -116,6 +117,7 @@ def _vllm_needs(ground: Ground, options: VllmThinkerOptions, sizes: OmniSizes) -
 
 
 def talker_terms(ground: Ground, options: TalkerOptions) -> list[Term]:
+    """What the Talker holds on one device, in bytes."""
     sizes, item = OmniSizes.read(ground.checkpoint), ITEM_BYTES[options.dtype]
     size, predictor = sizes.talker, sizes.predictor
     graphs = ground.on_gpu and options.cuda_graphs
